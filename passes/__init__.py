@@ -1,0 +1,1 @@
+"""FX to FX rewriting: each pass writes one kind of event of a Plan into a graph, and decides nothing."""

@@ -1,0 +1,1 @@
+"""Executes a rewritten graph: ops, native engine, store, arena, optimizer. Decides nothing."""
