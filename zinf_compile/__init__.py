@@ -6,3 +6,14 @@ _here = _Path(__file__).resolve().parent
 if not (_here / "passes").is_dir():
     # A source checkout: passes/ and runtime/ lie beside this folder (an installed package holds them).
     __path__.append(str(_here.parent))
+
+from . import api as _api  # noqa: E402
+from .budget import MemBudget  # noqa: E402
+from .cluster import Cluster  # noqa: E402
+from .errors import BudgetTooSmall, ClusterError, PlanMismatch, StoreError, Unsupported, ZinfError  # noqa: E402
+from .schedule import Plan  # noqa: E402
+
+zinf_compile = _api.compile_model
+
+for _name in ("BudgetTooSmall", "Cluster", "ClusterError", "MemBudget", "Plan", "PlanMismatch", "StoreError", "Unsupported", "ZinfError"):
+    setattr(zinf_compile, _name, globals()[_name])  # the function carries the package's public names

@@ -1,0 +1,170 @@
+"""What steps really took: bytes beside and inside each graph run, and seconds; fed back into the next plan.
+
+Everything comes from the allocator's counters around runs, so it covers what no graph shows: a loss outside the model, the
+temporaries inside kernels, what user code keeps. "Foreign" is what is live beyond what the plan accounts for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from .cluster import Cluster
+from .liveness import Measured
+from .runtime.arena import Arena
+from .runtime.native import io_stats
+from .schedule import Plan
+from .timeline import RunKey
+
+# Runs of a graph after which it is worth planning again: the first shows its memory, the second a warm duration.
+NEWSWORTHY = (1, 2)
+# Below this many bytes a measured disk rate says nothing.
+ENOUGH_BYTES = 64 << 20
+
+
+@dataclass
+class Record:
+    runs: int = 0
+    foreign: int = 0  # bytes of user code alive when the run began, beyond what was alive when the step began
+    gap: int = 0  # highest bytes of user code between the previous run and this one
+    growth: int = 0  # highest bytes inside the run above those at its begin
+    seconds: float = 0.0  # of the latest run
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One whole step as measured. peak: bytes live in the allocator, user tensors included."""
+
+    peak: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds: float = 0.0
+
+
+class Gauge:
+    """Measures around graph runs. `news`: something was learned that the current plan does not know."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self.records: dict[RunKey, Record] = {}
+        self._kept: dict[RunKey, int] = {}  # bytes that an open forward left alive: saved activations and outputs
+        self._quiet = 0
+        self._extra: dict[RunKey, int] = {}  # bytes inside a run that the program did not know
+        self._pace: dict[RunKey, float] = {}  # measured seconds / estimated seconds
+        self._begin = 0
+        self.news = False
+        self._peak = 0  # since the last step
+        self._step_start = (time.perf_counter(), io_stats())
+        self.step = Step()
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(self._kept.values())
+
+    def before(self, key: RunKey, accounted: int) -> None:
+        live = self._arena.live
+        foreign = max(0, live - accounted)
+        record = self.records.setdefault(key, Record())
+        if not self._kept:
+            self._quiet = foreign
+        else:
+            record.foreign = max(record.foreign, foreign - self._quiet)
+            record.gap = max(record.gap, self._arena.peak - accounted - self._quiet)
+        self._begin = live
+        self._reset()
+
+    def _reset(self) -> None:
+        self._peak = max(self._peak, self._arena.peak)
+        self._arena.reset_peak()
+
+    def step_done(self) -> None:
+        """The optimizer has stepped: close the books of one step."""
+        self._reset()
+        now, io = time.perf_counter(), io_stats()
+        start, before = self._step_start
+        self.step = Step(self._peak, io.bytes_read - before.bytes_read, io.bytes_written - before.bytes_written, now - start)
+        self._step_start, self._peak = (now, io), 0
+
+    def summary(self) -> list[tuple[str, int, float]]:
+        """(what ran, how often, seconds of the latest run)."""
+        return [(f"{k.phase} of graph {k.piece}" + (f" #{k.occurrence}" if k.occurrence else ""), r.runs, r.seconds) for k, r in self.records.items()]
+
+    def after(self, key: RunKey, seconds: float) -> None:
+        record = self.records[key]
+        # `peak` was reset when the run began.
+        record.growth = max(record.growth, self._arena.peak - self._begin)
+        record.seconds = seconds
+        record.runs += 1
+        if record.runs in NEWSWORTHY:
+            self.news = True
+        if key.phase == "forward":
+            self._kept[key] = max(0, self._arena.live - self._begin)
+        elif key.phase == "backward":
+            self._kept.pop(RunKey(key.piece, "forward", key.masters, key.occurrence), None)
+        self._reset()
+
+    def forget_open(self) -> None:
+        """Forwards whose backward never came no longer hold anything."""
+        self._kept.clear()
+
+    def measured(self, labels: Mapping[RunKey, str], plan: Plan | None, planned: Mapping[RunKey, str]) -> Measured:
+        """What the next program should know. labels: of the next plan; planned: of the plan that was in effect."""
+        self.news = False
+        growth = planned_growth(plan) if plan is not None else {}
+        seconds = planned_seconds(plan) if plan is not None else {}
+        workspace, gap, foreign, speed = {}, {}, {}, {}
+        for key, label in labels.items():
+            record = self.records.get(key)
+            if record is None or not record.runs:
+                continue
+            foreign[label], gap[label] = record.foreign, record.gap
+            before = planned.get(key, "")
+            if before in growth:
+                known = self._extra.get(key, 0)
+                self._extra[key] = max(known, known + record.growth - growth[before])
+                workspace[label] = self._extra[key]
+            if record.runs >= 2 and seconds.get(before, 0.0) > 0:
+                self._pace[key] = self._pace.get(key, 1.0) * record.seconds / seconds[before]
+            if key in self._pace:
+                speed[label] = self._pace[key]
+        return Measured(workspace, gap, foreign, speed)
+
+    def cluster(self) -> Cluster:
+        """This machine, with the disk's rates as measured once enough has been moved."""
+        base = Cluster.this_machine()
+        stats = io_stats()
+        if stats.bytes_read > ENOUGH_BYTES and stats.read_seconds > 0:
+            base = replace(base, nvme_read=stats.bytes_read / stats.read_seconds)
+        if stats.bytes_written > ENOUGH_BYTES and stats.write_seconds > 0:
+            base = replace(base, nvme_write=stats.bytes_written / stats.write_seconds)
+        return base
+
+
+def planned_growth(plan: Plan) -> dict[str, int]:
+    """For each run, the most device bytes that the plan has inside it above those at its begin."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for event in plan.events:
+        first.setdefault(event.graph, event.id)
+        last[event.graph] = event.id
+    size = len(plan.events) + 2
+    change = [0] * (size + 1)
+    for p in plan.placements:
+        if p.tier == "device":
+            change[max(p.birth, 0)] += p.nbytes
+            change[min(p.death, size - 1) + 1] -= p.nbytes
+    level, total = [], 0
+    for delta in change:
+        total += delta
+        level.append(total)
+    return {g: max(level[first[g] : last[g] + 1]) - (level[first[g] - 1] if first[g] else 0) for g in first}
+
+
+def planned_seconds(plan: Plan) -> dict[str, float]:
+    """For each run, the seconds of its compute events."""
+    seconds: dict[str, float] = {}
+    for event in plan.events:
+        if event.op == "compute":
+            seconds[event.graph] = seconds.get(event.graph, 0.0) + event.seconds
+    return seconds

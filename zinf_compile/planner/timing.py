@@ -1,0 +1,283 @@
+"""When transfers start: prefetch launch points, the write window, the update's tiles; and how long the result takes.
+
+Reads are served in order of need on one link. The latest start that still hides a read follows from the compute times after
+it, last read first; a launch point is the op that runs at that moment, then moved later where memory is short. Reads needed
+sooner are served with memory first, which is also the order in which the link serves them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cluster import Cluster
+from .memory import TILE_MAX, Choice, Model
+
+
+@dataclass(frozen=True)
+class Read:
+    """One transfer towards the device: needed by op `need`, launched before op `launch`, its bytes free again after `last`."""
+
+    name: str
+    need: int
+    last: int
+    launch: int
+
+
+@dataclass(frozen=True)
+class Write:
+    """One transfer away, issued after op `op`. `waiter`: index of the write whose issue waits for it (itself: synchronous),
+    -1: the end of the graph does."""
+
+    name: str
+    op: int
+    waiter: int
+    alive: int  # last position at which its bytes may still be taken
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A choice with its timing. slow: factor on transfer times of each graph (first op -> factor) where reads and writes
+    share the disk."""
+
+    choice: Choice
+    reads: tuple[Read, ...]
+    writes: tuple[Write, ...]
+    window: int
+    tile: int
+    depth: int
+    load: np.ndarray
+    slow: dict[int, float]
+
+
+# ---- reads ------------------------------------------------------------------------------------------------------------
+
+
+def needed_reads(model: Model, choice: Choice) -> list[tuple[int, str, int, int]]:
+    """(op that needs it, buffer, earliest launch, last position), in order of need."""
+    found = []
+    for name in model.uses:
+        if name not in choice.device:
+            before = -1
+            for a, b in model.segments(name, choice):
+                found.append((a, name, max(int(model.span[a, 0]), before + 1), b))
+                before = b
+    for name, s in model.saved.items():
+        if name not in choice.kept:
+            found.append((s.back, name, int(model.span[s.back, 0]), s.death))
+    return sorted(found)
+
+
+def place_reads(
+    model: Model, cluster: Cluster, choice: Choice, load: np.ndarray, limit: int, slow: dict[int, float]
+) -> tuple[Read, ...]:
+    """Launch points that hide the reads where the memory under `limit` allows; adds what they take to `load` in place."""
+    needed = needed_reads(model, choice)
+    begins = np.concatenate([[0.0], np.cumsum([op.seconds for op in model.program.ops])])
+    wished = [0] * len(needed)
+    latest, graph = np.inf, -1
+    for k in range(len(needed) - 1, -1, -1):
+        need, name, floor, _ = needed[k]
+        first = int(model.span[need, 0])
+        if first != graph:
+            latest, graph = np.inf, first
+        nbytes = model.program.buffers[name].nbytes
+        latest = min(latest, begins[need]) - slow.get(first, 1.0) * read_seconds(cluster, nbytes)
+        op = int(np.searchsorted(begins, latest + 1e-12, side="right")) - 1
+        wished[k] = min(need, max(floor, op))
+    reads, before, graph = [], 0, -1
+    for k, (need, name, floor, last) in enumerate(needed):
+        first = int(model.span[need, 0])
+        if first != graph:
+            before, graph = first, first
+        launch = max(wished[k], before, floor)
+        nbytes = model.size[name]
+        tight = np.flatnonzero(load[launch:need] + nbytes > limit)
+        if len(tight):
+            launch += int(tight[-1]) + 1
+        load[launch:need] += nbytes
+        before = launch
+        reads.append(Read(name, need, last, launch))
+    return tuple(reads)
+
+
+def merge_reads(model: Model, choice: Choice, reads: tuple[Read, ...]) -> bool:
+    """A copy read again right after its release might as well be held; says whether any was. Changes `choice`."""
+    last: dict[str, Read] = {}
+    merged = False
+    for read in reads:
+        before = last.get(read.name)
+        if before is not None and read.launch == before.last + 1 and model.may_hold(before.last, read.need):
+            choice.held.add((read.name, before.last))
+            merged = True
+        last[read.name] = read
+    return merged
+
+
+def read_seconds(cluster: Cluster, nbytes: int) -> float:
+    return cluster.nvme_latency + nbytes / cluster.nvme_read
+
+
+def write_seconds(cluster: Cluster, nbytes: int) -> float:
+    return cluster.nvme_latency + nbytes / cluster.nvme_write
+
+
+# ---- writes -----------------------------------------------------------------------------------------------------------
+
+
+def needed_writes(model: Model, choice: Choice) -> list[tuple[int, int, str]]:
+    """(op, order after that op, buffer) of gradients homed on disk and of offloaded activations, in order of issue."""
+    grads = [(model.born[n][1], 0, n) for n in model.movable if n in model.born and n not in choice.device]
+    return sorted(grads + [(s.leave, 1, n) for n, s in model.saved.items() if n not in choice.kept])
+
+
+def retire(model: Model, needed: list[tuple[int, int, str]], window: int) -> tuple[Write, ...]:
+    """Who waits for each write: the first later one that would pass the window, else the end of its graph."""
+    waiter = [-1] * len(needed)
+    flying: list[int] = []
+    total, graph = 0, -1
+    for k, (op, _, name) in enumerate(needed):
+        if int(model.span[op, 0]) != graph:  # everything is drained at the end of each graph
+            flying, total, graph = [], 0, int(model.span[op, 0])
+        nbytes = model.program.buffers[name].nbytes
+        flying.append(k)
+        total += nbytes
+        gone = 0
+        while gone < len(flying) and total > window:
+            waiter[flying[gone]] = k
+            total -= model.program.buffers[needed[flying[gone]][2]].nbytes
+            gone += 1
+        flying = flying[gone:]
+    return tuple(
+        Write(name, op, w, needed[w][0] if w >= 0 else int(model.span[op, 1]))
+        for (op, _, name), w in zip(needed, waiter)
+    )
+
+
+def in_flight(model: Model, writes: tuple[Write, ...]) -> np.ndarray:
+    """int64[n]: bytes that writes still hold after the op that issued them."""
+    change = np.zeros(model.n + 1, dtype=np.int64)
+    for w in writes:
+        change[w.op + 1] += model.size[w.name]
+        change[w.alive + 1] -= model.size[w.name]
+    return np.cumsum(change)[: model.n]
+
+
+def widest_window(model: Model, choice: Choice, load: np.ndarray, limit: int) -> tuple[int, tuple[Write, ...]]:
+    """The largest window whose writes in flight keep the load under `limit`; adds them to `load` in place."""
+    needed = needed_writes(model, choice)
+    sizes = [model.program.buffers[name].nbytes for _, _, name in needed]
+    total = sum(sizes)
+    steps = {total, max(sizes, default=0), 2 * max(sizes, default=0)} | {2**k for k in range(16, 40) if 2**k < total}
+    for window in sorted(steps, reverse=True):
+        writes = retire(model, needed, window)
+        extra = in_flight(model, writes)
+        if not np.any((extra > 0) & (load + extra > limit)):
+            load += extra
+            return window, writes
+    return 0, retire(model, needed, 0)
+
+
+# ---- update -----------------------------------------------------------------------------------------------------------
+
+
+def update_work(model: Model, op: int, names: tuple[str, ...]) -> tuple[int, int, int]:
+    """(bytes read, bytes written, longest tensor) of an update that streams `names`: gradients aren't written back."""
+    nbytes = [model.program.buffers[n].nbytes for n in names]
+    back = sum(b for b, n in zip(nbytes, names) if model.program.buffers[n].kind != "grad")
+    return sum(nbytes), back, max(nbytes)
+
+
+def update_compute(model: Model, cluster: Cluster, op: int) -> float:
+    """Seconds of an update with everything in RAM: measured, else from the bytes that it passes over."""
+    step = model.program.ops[op]
+    if step.seconds > 0:
+        return step.seconds
+    touched = dict.fromkeys((*step.reads, *step.writes))
+    return sum(model.program.buffers[n].nbytes for n in touched) / cluster.update_rate
+
+
+def update_seconds(
+    cluster: Cluster, compute: float, work: tuple[int, int, int], tile: int, depth: int
+) -> float:
+    """One update that streams: in turn with one set of staging buffers, overlapped with more."""
+    read, written, longest = work
+    tiles = -(-longest // tile)
+    waits = (2 if written else 1) * tiles * cluster.nvme_latency
+    if depth == 1:
+        return compute + read / cluster.nvme_read + written / cluster.nvme_write + waits
+    share = min(1.0, tile / longest)  # the first tile in and the last one out overlap with nothing
+    ends = cluster.nvme_latency + share * max(read / cluster.nvme_read, written / cluster.nvme_write)
+    flow = max(read / cluster.nvme_read, written / cluster.nvme_write, (read + written) / cluster.nvme_mixed)
+    return max(compute, flow, waits / (depth - 1)) + ends
+
+
+def choose_tile(
+    model: Model, cluster: Cluster, choice: Choice, load: np.ndarray, limit: int
+) -> tuple[int, int]:
+    """(tile, depth) with the quickest update whose staging keeps the load under `limit`; adds the staging to `load`."""
+    streamed = model.streamed(choice)
+    least = model.least_tile()
+    if not streamed:
+        return least, 1
+    work = [(update_compute(model, cluster, i), update_work(model, i, names)) for i, names in streamed]
+    longest = max(w[2] for _, w in work)
+    tiles = [least]
+    while tiles[-1] < min(TILE_MAX, longest):
+        tiles.append(tiles[-1] * 2)
+    best = (np.inf, least, 1)
+    for tile in tiles:
+        for depth in (1, 2, 3):
+            staging = model.staging(choice, tile, depth)
+            # the least is always allowed: the frugal plan has counted it
+            if (tile, depth) != (least, 1) and any(int(load[a : b + 1].max()) + n > limit for n, a, b in staging):
+                continue
+            seconds = sum(update_seconds(cluster, c, w, tile, depth) for c, w in work)
+            if seconds < best[0] * (1 - 1e-9):
+                best = (seconds, tile, depth)
+    _, tile, depth = best
+    for nbytes, a, b in model.staging(choice, tile, depth):
+        load[a : b + 1] += nbytes
+    return tile, depth
+
+
+# ---- all together -----------------------------------------------------------------------------------------------------
+
+
+def shared_disk(model: Model, cluster: Cluster, choice: Choice) -> dict[int, float]:
+    """Per graph (its first op): how much longer transfers take because reads and writes share the disk."""
+    moved: dict[int, list[int]] = {}
+    for need, name, _, _ in needed_reads(model, choice):
+        moved.setdefault(int(model.span[need, 0]), [0, 0])[0] += model.program.buffers[name].nbytes
+    for op, _, name in needed_writes(model, choice):
+        moved.setdefault(int(model.span[op, 0]), [0, 0])[1] += model.program.buffers[name].nbytes
+    slow = {}
+    for first, (read, written) in moved.items():
+        alone = max(read / cluster.nvme_read, written / cluster.nvme_write)
+        slow[first] = max(1.0, (read + written) / cluster.nvme_mixed / alone) if read and written else 1.0
+    return slow
+
+
+def schedule(model: Model, cluster: Cluster, choice: Choice, limit: int, spare: int) -> Schedule:
+    """Timing for a choice. `spare` bytes were left free for it under `limit`: half of them at most go to writes in flight."""
+    choice = choice.copy()
+    while True:  # a merge only removes reads, so this ends
+        load = model.load(choice)
+        tile, depth = choose_tile(model, cluster, choice, load, limit)
+        window, writes = widest_window(model, choice, load, limit - spare // 2)
+        slow = shared_disk(model, cluster, choice)
+        reads = place_reads(model, cluster, choice, load, limit, slow)
+        if not merge_reads(model, choice, reads):
+            return Schedule(choice, reads, writes, window, tile, depth, load, slow)
+
+
+def frugal_schedule(model: Model, cluster: Cluster, choice: Choice) -> Schedule:
+    """The least memory: reads at use, writes in turn, one small set of staging buffers."""
+    load = model.load(choice)
+    tile = model.least_tile()
+    for nbytes, a, b in model.staging(choice, tile, 1):
+        load[a : b + 1] += nbytes
+    reads = tuple(Read(name, need, last, need) for need, name, _, last in needed_reads(model, choice))
+    writes = retire(model, needed_writes(model, choice), 0)
+    return Schedule(choice, reads, writes, 0, tile, 1, load, shared_disk(model, cluster, choice))

@@ -1,0 +1,386 @@
+"""`model.zinf`: one model under a budget. Knows its parameters and where they live; the domain plans, this puts into effect."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ._torch import storage_key, storage_users
+from .budget import format_bytes
+from .capture import GraphSide
+from .errors import ZinfError
+from .liveness import ParamInfo
+from .run_report import render_report
+from .runtime.masters import Masters, give_back_free_memory, is_movable
+from .runtime.native import io_stats
+from .runtime.nvme_store import NvmeStore, default_store_dir
+from .runtime.optimizer_states import existing_states, planned_states
+from .schedule import Plan
+
+if TYPE_CHECKING:
+    from .domain import Domain, Piece
+    from .runtime.optimizer import AdoptedOptimizer
+
+logger = logging.getLogger("zinf_compile")
+
+# A store is reserved in full when it is made; what comes later (a larger batch, a second forward) grows it.
+RESERVE_SLACK = 1.05
+
+
+class PlannedOnly(Exception):
+    """Ends a call that was made for its plan."""
+
+
+class Session:
+    """One compiled model. Public: plan, plans, report(), history(), stats(), close()."""
+
+    def __init__(self, domain: Domain, module: nn.Module, budget: int, store_dir: str | None, strict: bool) -> None:
+        self.domain = domain
+        self.budget = budget
+        self.strict = strict
+        self.closed = False
+        self.retraces = 0
+        self.calls = 0
+        self.plain_calls = 0
+        self.graph_runs = 0
+        self.planning_only = False
+        self._runs_before = 0
+        self._reserved = 0
+        self._module = weakref.ref(module)
+        self._store_dir = store_dir
+        self._store: NvmeStore | None = None
+        self._params: dict[str, nn.Parameter] = {}
+        self._slots: list[tuple[dict[str, Any], str, nn.Parameter, bool]] = []
+        self._strangers: dict[int, str] = {}
+        self._adopted: AdoptedOptimizer | None = None
+        self._io_start = io_stats()
+        self.masters = Masters(domain.arena, domain.native)
+        others = domain.live_sessions()
+        number = domain.join(self)
+        self._prefix = f"model{number}:" if others else ""
+        self.refresh()
+        self._finalizer = weakref.finalize(module, _abandon, weakref.ref(self))
+
+    # ---- what users read ----------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in effect. Before the first forward there is none: ZinfError."""
+        if self.domain.plan is None:
+            raise ZinfError("there is no plan before the first forward: call the model once, or pass example_inputs=")
+        return self.domain.plan
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The latest plans, oldest first."""
+        return list(self.domain.plans)
+
+    def history(self) -> dict[str, list[tuple[str, str]]]:
+        """For each planned graph run, the printed graph after each pass."""
+        return self.domain.histories()
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters: bytes moved by the engine since this model was compiled, allocator peaks, runs and fall-backs."""
+        io, arena = io_stats(), self.domain.arena.stats()
+        return {
+            "bytes_read": io.bytes_read - self._io_start.bytes_read,
+            "bytes_written": io.bytes_written - self._io_start.bytes_written,
+            "wait_seconds": io.wait_seconds - self._io_start.wait_seconds,
+            "calls": self.calls,
+            "graph_runs": self.graph_runs,
+            "plain_calls": self.plain_calls,
+            "retraces": self.retraces,
+            "budget": self.budget,
+            "live": arena["live"],
+            "peak": arena["peak"],
+            "spilled": arena["spilled"],
+            "spilled_peak": arena["spilled_peak"],
+            "spills": arena["spills"],
+            "over_limit_peak": arena["over_limit_peak"],
+            "step_peak": self.domain.gauge.step.peak,
+            "step_bytes_read": self.domain.gauge.step.bytes_read,
+            "step_bytes_written": self.domain.gauge.step.bytes_written,
+            "step_seconds": self.domain.gauge.step.seconds,
+            "planned_held": self.domain.planned_held,
+            "foreign": self.domain.held(),
+            "planned_blocks": arena["planned"],
+            "missed_blocks": arena["missed_size"] + arena["missed_busy"],
+        }
+
+    def report(self) -> str:
+        """Predicted beside measured, and everything that did not go as planned."""
+        return render_report(self.domain.plan, self.stats(), self.domain.gauge.summary())
+
+    def close(self) -> None:
+        """Give the model back as an ordinary module: parameters in RAM, no store, no planning."""
+        if self.closed:
+            return
+        module = self._module()
+        if module is not None:
+            module.__dict__.pop("zinf", None)
+            module._compiled_call_impl = None
+        if self._adopted is not None:
+            self._adopted.release()
+            for _, _, state in existing_states(self._adopted.optimizer):
+                self.masters.to_ram(state)
+        for param in self._params.values():
+            self.masters.to_ram(param)
+            if param.grad is not None:
+                self.masters.to_ram(param.grad)
+            self.masters.forget(param)
+        self.closed = True
+        self.domain.leave(self)
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        # A pickled or copied module is an ordinary one: no files, threads or plans inside.
+        return _nothing, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    # ---- capture's owner ----------------------------------------------------------------------------------------------
+
+    def captured_training(self, forward: GraphSide, backward: GraphSide, masters: list[nn.Parameter]) -> Piece:
+        return self.domain.add_piece(self, forward, backward, masters)
+
+    def captured_inference(self, graph: GraphSide, masters: list[nn.Parameter]) -> Piece:
+        return self.domain.add_piece(self, graph, None, masters)
+
+    def runner(self, piece: Piece, side: GraphSide) -> Callable[[list[Any]], Any]:
+        return self.domain.runner(piece, side)
+
+    def note_retrace(self) -> None:
+        self.retraces += 1
+        self.refresh()
+
+    # ---- parameters ---------------------------------------------------------------------------------------------------
+
+    def adopt(self, optimizer: AdoptedOptimizer) -> None:
+        self._adopted = optimizer
+        self.domain.invalidate()
+
+    def refresh(self) -> None:
+        """Look at the module again: parameters may have been added, replaced, frozen, or given other storages."""
+        module = self._module()
+        if module is None:
+            return
+        lazy = nn.parameter.UninitializedParameter
+        params = {n: p for n, p in module.named_parameters() if not isinstance(p, lazy)}
+        for name, old in self._params.items():
+            if params.get(name) is not old:
+                self.masters.forget(old)
+        changed = params.keys() != self._params.keys()
+        for name, param in params.items():
+            if self._params.get(name) is not param or self.masters.moved(param):
+                self.masters.watch(param)
+                changed = True
+        slots = [
+            (m._parameters, key, p, p.requires_grad)
+            for m in module.modules()
+            for key, p in m._parameters.items()
+            if p is not None
+        ]
+        changed = changed or [s[3] for s in slots] != [s[3] for s in self._slots]
+        self._params, self._slots = params, slots
+        if changed:
+            self._strangers.clear()
+            self.domain.own(self, ((self._prefix + n, p) for n, p in params.items()))
+            self.domain.invalidate()
+
+    def stranger(self, param: Any) -> str:
+        """A planned name for a master that is not this module's (`functional_call` with other parameters)."""
+        return self._strangers.setdefault(id(param), f"{self._prefix}stranger{len(self._strangers)}")
+
+    def before_call(self) -> None:
+        """Ahead of every outermost call: adopt storages and objects that user code has replaced since the last one."""
+        self.calls += 1
+        self._runs_before = self.graph_runs
+        moved = self.masters.moved
+        for store, key, param, trainable in self._slots:
+            if store.get(key) is not param or param.requires_grad is not trainable or moved(param):
+                self.refresh()
+                return
+
+    def after_call(self) -> None:
+        if self.graph_runs == self._runs_before:
+            self.plain_calls += 1
+
+    def param_infos(self) -> dict[str, ParamInfo]:
+        """Every parameter under its planned name."""
+        sharing: dict[int, int] = {}
+        for param in self._params.values():
+            if param.layout == torch.strided and param.numel():
+                sharing[storage_key(param)] = sharing.get(storage_key(param), 0) + 1
+        infos = {}
+        for name, param in self._params.items():
+            nbytes = param.numel() * param.element_size()
+            movable = is_movable(param) and sharing[storage_key(param)] == 1
+            if movable and not self.masters.on_disk(param):
+                movable = storage_users(param) == 1
+            states = planned_states(self._adopted.optimizer, param) if self._adopted is not None else ()
+            seconds = param.numel() * 1e-9 * (2 if states else 1)
+            infos[self._prefix + name] = ParamInfo(
+                nbytes, str(param.dtype).removeprefix("torch."), tuple(param.shape), movable, param.requires_grad, states, seconds
+            )
+        for key, name in self._strangers.items():
+            infos[name] = ParamInfo(0, "float32", (), False, False)
+        return infos
+
+    def resident_bytes(self) -> int:
+        """Bytes in RAM of masters, their gradients and adopted states."""
+        total = 0
+        for param in self._params.values():
+            total += self.masters.ram_bytes(param)
+            if param.grad is not None:
+                total += self.masters.ram_bytes(param.grad)
+        if self._adopted is not None:
+            total += sum(self.masters.ram_bytes(t) for _, _, t in existing_states(self._adopted.optimizer))
+        return total
+
+    # ---- homes --------------------------------------------------------------------------------------------------------
+
+    @property
+    def store_handle(self) -> int:
+        return self._store.handle if self._store is not None else 0
+
+    @property
+    def spill_dir(self) -> str | None:
+        """Where the allocator may put what would pass the budget unplanned: files that are unlinked at once."""
+        base = self._store_dir or default_store_dir(0)
+        Path(base).mkdir(parents=True, exist_ok=True)
+        return str(base)
+
+    # What an adopted optimizer asks of its session.
+
+    def home_of_state(self, param: torch.Tensor, name: str) -> str:
+        return self.home_of(name, param)
+
+    def new_state(self, param: torch.Tensor, like: torch.Tensor, home: str) -> torch.Tensor:
+        """Zeros with the shape and dtype of `like`, in RAM or over a block of the store."""
+        if home == "nvme" and self._store is not None and like.numel():
+            state = self._store.new_tensor(tuple(like.shape), like.dtype)
+            state.zero_()
+            self.domain.native.zinf_block_drop(ctypes.c_void_p(state.data_ptr()))
+            return state
+        return torch.zeros_like(like)
+
+    @property
+    def update_tile(self) -> int:
+        return self.domain.plan.options.get("update_tile", 1 << 20) if self.domain.plan is not None else 1 << 20
+
+    @property
+    def update_depth(self) -> int:
+        return self.domain.plan.options.get("update_depth", 2) if self.domain.plan is not None else 2
+
+    def before_update(self) -> None:
+        """Ahead of a native update."""
+        if self.domain.stale:
+            self.domain.replan_if_known()
+
+    def account(self, nbytes: int) -> None:
+        """Staging memory of an update that is taken (> 0) or returned (< 0)."""
+        self.domain.arena.external(nbytes)
+
+    def after_update(self, params: Sequence[torch.Tensor]) -> None:
+        """Working copies of what was updated are of the past."""
+        for param in params:
+            if self.masters.on_disk(param):
+                self.domain.native.zinf_block_invalidate(ctypes.c_void_p(param.data_ptr()))
+
+    def planned_only(self) -> PlannedOnly:
+        return PlannedOnly()
+
+    def plan_with(self, example_inputs: tuple[Any, ...] | dict[str, Any]) -> None:
+        """Capture and plan without computing anything: the first graph run stops once its plan is in effect."""
+        module = self._module()
+        assert module is not None
+        self.planning_only = True
+        try:
+            if isinstance(example_inputs, dict):
+                module(**example_inputs)
+            else:
+                module(*example_inputs)
+        except PlannedOnly:
+            pass
+        finally:
+            self.planning_only = False
+
+    def home_of(self, kind: str, param: torch.Tensor) -> str:
+        """"device" or "nvme" for a buffer of one of our parameters: kind "" (the parameter), "grad", or a state's name."""
+        owner = self.domain.owners.get(id(param))
+        if owner is None or self.domain.plan is None:
+            return "device"
+        name = f"{kind}:{owner[1]}" if kind else owner[1]
+        return self.domain.plan.homes.get(name, "device")
+
+    def apply(self, plan: Plan) -> None:
+        """Move masters and states to their homes; what goes to disk first, so that RAM is free for what comes back."""
+        needed = self._nvme_bytes(plan)
+        if needed:
+            self._ensure_store(needed)
+        placed = list(self._planned_tensors())
+        moved = 0
+        for tensor, home in placed:
+            if home == "nvme" and self._store is not None and self.masters.to_disk(tensor, self._store):
+                moved += tensor.numel() * tensor.element_size()
+        if moved:
+            give_back_free_memory()
+        for tensor, home in placed:
+            if home == "device" and self.masters.on_disk(tensor) and storage_users(tensor) == 1:
+                self.masters.to_ram(tensor)
+        if moved > 1 << 30:
+            logger.info("zinf_compile: moved %s to %s", format_bytes(moved), self._store and self._store.path)
+
+    def _planned_tensors(self) -> Iterator[tuple[torch.Tensor, str]]:
+        for param in self._params.values():
+            yield param, self.home_of("", param)
+        if self._adopted is not None:
+            for param, name, state in existing_states(self._adopted.optimizer):
+                yield state, self.home_of(name, param)
+
+    def _nvme_bytes(self, plan: Plan) -> int:
+        """Disk space that this model's share of a plan takes, in whole pages."""
+        total = 0
+        for name, home in plan.homes.items():
+            owner = name.rpartition(":")[2] if not name.startswith(self._prefix) else name.removeprefix(self._prefix)
+            mine = owner in self._params or plan.kinds[name] == "activation"
+            if home == "nvme" and mine:
+                total += -(-plan.sizes[name] // 4096) * 4096
+        return total
+
+    def _ensure_store(self, needed: int) -> None:
+        reserve = int(needed * RESERVE_SLACK) + (1 << 16)
+        if self._store is None:
+            base = self._store_dir or default_store_dir(reserve)
+            self._store = NvmeStore(base, reserve)
+            self._reserved = reserve
+        elif reserve > self._reserved:
+            self._store.grow(reserve - self._reserved)
+            self._reserved = reserve
+
+
+def _nothing() -> None:
+    return None
+
+
+def _abandon(ref: weakref.ref[Session]) -> None:
+    """The module is gone: so are its masters; free the store and forget its graphs."""
+    session = ref()
+    if session is None or session.closed:
+        return
+    session.closed = True
+    session.domain.leave(session)
+    if session._store is not None:
+        session._store.close()
+    gc.collect()
