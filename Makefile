@@ -35,10 +35,10 @@ types: $(VENV)/.test
 	rm -rf build
 
 test: lint types
-	$(PY) -m pytest -p no:cacheprovider -o faulthandler_timeout=300
+	$(PY) -m pytest -p no:cacheprovider -o log_level=WARNING -o faulthandler_timeout=300
 
 test-slow: $(VENV)/.test
-	$(PY) -m pytest -p no:cacheprovider -o faulthandler_timeout=600 -m slow
+	$(PY) -m pytest -p no:cacheprovider -o log_level=WARNING -o faulthandler_timeout=600 -m slow
 
 # Every measurement prints its own table; nothing is asserted.
 bench: $(VENV)/.test

@@ -184,6 +184,19 @@ void Engine::complete(std::unique_lock<std::mutex>& lock, const std::shared_ptr<
   finished_cv.notify_all();
 }
 
+// Waits for `condition`, and looks for signals once a slice, without the lock. False: a signal ends the wait.
+template <class Condition>
+bool Engine::wait_sliced(std::unique_lock<std::mutex>& lock, bool interruptible, Condition condition) {
+  while (!finished_cv.wait_for(lock, kSlice, condition)) {
+    if (!interruptible) continue;
+    lock.unlock();
+    bool stop = interrupted();
+    lock.lock();
+    if (stop) return false;  // even if the condition holds by now: the handler's exception must reach the caller
+  }
+  return true;
+}
+
 bool Engine::interrupted() {
   auto check = interrupt_check.load();
   return check && check() != 0;
@@ -209,13 +222,10 @@ int64_t Engine::submit(void* address, int64_t offset, char* memory, int64_t nbyt
   }
   start_threads();
   if (write) {
-    while (store.write_bytes_in_flight > 0 && store.write_bytes_in_flight + nbytes > store.window) {
-      finished_cv.wait_for(lock, kSlice);
-      lock.unlock();
-      bool stop = interrupted();
-      lock.lock();
-      if (stop) return fail("interrupted");
-    }
+    bool room = wait_sliced(lock, true, [&] {
+      return store.write_bytes_in_flight == 0 || store.write_bytes_in_flight + nbytes <= store.window;
+    });
+    if (!room) return fail("interrupted");
   }
   request->ticket = next_ticket_++;
   request->write = write;
@@ -245,14 +255,7 @@ int Engine::wait(int64_t ticket, bool interruptible) {
   std::shared_ptr<Request> request = it->second;
   if (!request->finished && forked_child) return fail("the transfer belongs to the parent process");
   auto start = Clock::now();
-  while (!request->finished) {
-    finished_cv.wait_for(lock, kSlice);
-    if (!interruptible || request->finished) continue;
-    lock.unlock();
-    bool stop = interrupted();
-    lock.lock();
-    if (stop && !request->finished) return fail("interrupted");
-  }
+  if (!wait_sliced(lock, interruptible, [&] { return request->finished; })) return fail("interrupted");
   wait_nanoseconds += since(start);
   return request->error.empty() ? 0 : fail(request->error);
 }
@@ -265,13 +268,7 @@ int Engine::poll(int64_t ticket) {
 
 int Engine::drain(const std::shared_ptr<Store>& store) {
   std::unique_lock<std::mutex> lock(mutex);
-  while (store->writes_in_flight > 0 && !forked_child) {
-    finished_cv.wait_for(lock, kSlice);
-    lock.unlock();
-    bool stop = interrupted();
-    lock.lock();
-    if (stop) return fail("interrupted");
-  }
+  if (!wait_sliced(lock, true, [&] { return store->writes_in_flight == 0 || forked_child; })) return fail("interrupted");
   if (store->first_write_error.empty()) return 0;
   std::string error;
   error.swap(store->first_write_error);
@@ -308,3 +305,8 @@ void zinf_io_stats_get(zinf_io_stats* out) {
           e.nanoseconds[0] * 1e-9, e.nanoseconds[1] * 1e-9, e.wait_nanoseconds * 1e-9};
 }
 }
+
+#ifdef ZINF_SOURCE_HASH
+// Found by runtime/native.py in the file's bytes: tells whether a prebuilt library belongs to the sources at hand.
+extern "C" const char* zinf_source_hash(void) { return ZINF_SOURCE_HASH; }
+#endif

@@ -140,6 +140,8 @@ class Engine {
   std::atomic<int64_t> bytes[2]{}, counts[2]{}, nanoseconds[2]{}, wait_nanoseconds{0}, direct_bytes{0}, buffered_bytes{0};
 
  private:
+  template <class Condition>
+  bool wait_sliced(std::unique_lock<std::mutex>& lock, bool interruptible, Condition condition);
   void start_threads();
   void work(int lane);
   bool pick(int lane, std::shared_ptr<Request>& request, int64_t& begin, int64_t& length);

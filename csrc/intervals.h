@@ -7,7 +7,7 @@
 #include <set>
 #include <utility>
 
-namespace zinf {
+namespace zinf::alloc {
 
 // Free ranges, coalesced; best fit, lowest offset among equals, so the same calls give the same offsets.
 class FreeRanges {
@@ -63,7 +63,7 @@ class FreeRanges {
 // A set of bytes as disjoint, coalesced intervals [begin, end).
 class Intervals {
  public:
-  template <class F> void parts(int64_t begin, int64_t end, F f) const {  // f(a, b) for each part of [begin, end) in the set
+  template <class F> void parts(int64_t begin, int64_t end, F f) const {  // f(a, b): the parts of [begin, end) in it
     auto it = map_.upper_bound(begin);
     if (it != map_.begin()) --it;
     for (; it != map_.end() && it->first < end; ++it) {
@@ -72,7 +72,7 @@ class Intervals {
     }
   }
 
-  template <class F> void gaps(int64_t begin, int64_t end, F f) const {  // f(a, b) for each part of [begin, end) not in it
+  template <class F> void gaps(int64_t begin, int64_t end, F f) const {  // f(a, b): the parts not in it
     int64_t at = begin;
     parts(begin, end, [&](int64_t a, int64_t b) { if (a > at) f(at, a); at = b; });
     if (at < end) f(at, end);
@@ -113,4 +113,4 @@ class Intervals {
   std::map<int64_t, int64_t> map_;  // begin -> end
 };
 
-}  // namespace zinf
+}  // namespace zinf::alloc

@@ -4,6 +4,7 @@
 // `release`; `prefetch` starts the read early ("reading"). Both tables are keyed by the block's address. A copy whose block
 // has been written since is never returned: whoever writes a block calls zinf_block_invalidate, or zinf_held_arm has
 // write-protected it. Tensors are never destroyed while `mutex` is held: freeing memory may free a block and come back here.
+#define TORCH_TARGET_VERSION 0x020b000000000000  // the stable interface of torch 2.11; only here: it hides c10's headers
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -89,7 +90,15 @@ struct Copies {
   std::vector<Copy> abandoned;                        // reads whose result nobody wants; memory must wait for the disk
 
   static void lock_for_fork() { all().mutex.lock(); }
-  static void unlock_after_fork() { all().mutex.unlock(); }
+  static void unlock_in_parent() { all().mutex.unlock(); }
+  static void unlock_in_child() {  // the parent's reads never arrive here
+    auto& copies = all();
+    for (auto& [block, copy] : copies.reading) copies.abandoned.push_back(std::move(copy));
+    new std::vector<Copy>(std::move(copies.abandoned));  // left alone: nothing may be freed inside of a fork
+    copies.reading.clear();
+    copies.abandoned.clear();
+    copies.mutex.unlock();
+  }
 
   static Copies& all() {
     static auto* one = new Copies;
@@ -232,7 +241,7 @@ Tensor over_new_block(int64_t store, int64_t nbytes, Sizes sizes, Sizes strides,
   if (!block) raise_last();
   AtenTensorHandle made = nullptr;
   auto deleter = [](void* data, void*) { free_block(data); };
-  auto rc = torch_from_blob(block, static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), 0, dtype, aoti_torch_device_type_cpu(), 0,
+  auto rc = torch_from_blob(block, static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), 0, dtype, aoti_torch_device_type_cpu(), -1,
                             &made, aoti_torch_layout_strided(), nullptr, 0, deleter, nullptr);
   if (rc != 0) zinf_block_free(block);
   STABLE_TORCH_ERROR_CODE_CHECK(rc);
@@ -356,7 +365,7 @@ void accumulate(const Tensor& home, const Tensor& grad) {
 
 [[maybe_unused]] const bool hooks_installed = [] {
   (void)zinf::engine();  // registers its fork handlers first: before a fork ours run first, table before engine
-  pthread_atfork(Copies::lock_for_fork, Copies::unlock_after_fork, Copies::unlock_after_fork);
+  pthread_atfork(Copies::lock_for_fork, Copies::unlock_in_parent, Copies::unlock_in_child);
   zinf_set_block_free_hook(on_block_free);
   return true;
 }();

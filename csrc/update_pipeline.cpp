@@ -20,6 +20,7 @@
 
 extern "C" void zinf_update_apply(const zinf_update_job* job, float* param, const float* grad, float* const* state,
                                   int64_t first, int64_t n);
+extern "C" int zinf_update_mkl_threads(int n);
 
 namespace {
 
@@ -72,6 +73,7 @@ class Workers {
     }
 
     void work() {
+        zinf_update_mkl_threads(1);
         std::unique_lock<std::mutex> lock(mutex_);
         for (int64_t seen = 0;;) {
             start_.wait(lock, [&] { return stop_ || round_ != seen; });
@@ -301,7 +303,9 @@ int zinf_update_run(const zinf_update_job* jobs, int64_t njobs, int64_t tile_byt
     {
         // Starting a thread costs more than updating a few thousand elements.
         Workers workers(total >= 2 * kPiece ? std::max(threads, 1) - 1 : 0);
+        const int mkl_threads = zinf_update_mkl_threads(1);
         ok = Update(jobs, njobs, layout, static_cast<char*>(own ? own : staging), workers).run(failed_job);
+        zinf_update_mkl_threads(mkl_threads);
     }
     if (own) munmap(own, layout.bytes());
     return ok ? 0 : -1;

@@ -35,18 +35,22 @@ def compile_boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return gm.forward
 
 
+@dataclass
 class Runner:
-    """What AOTAutograd calls with a list of arguments, which the run empties."""
+    """Which graph a call from AOTAutograd is about. `run(runner, args)` empties the list of arguments."""
 
-    _boxed_call = True
+    run: Callable[[Runner, list[Any]], Any]
+    piece: Any
+    phase: str
 
-    def __init__(self, run: Callable[[Runner, list[Any]], Any], piece: Any, phase: str) -> None:
-        self._run = run
-        self.piece = piece
-        self.phase = phase
+    def boxed(self) -> Callable[[list[Any]], Any]:
+        """The callable for AOTAutograd; a function, since wrappers copy a function's attributes only."""
 
-    def __call__(self, args: list[Any]) -> Any:
-        return self._run(self, args)
+        def call(args: list[Any]) -> Any:
+            return self.run(self, args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
 
 
 class Executor:
@@ -75,9 +79,23 @@ class Executor:
             native.zinf_held_forget_all()
             if store:
                 native.zinf_store_drain(store)
-            raise _translate(error) from (None if isinstance(error, RuntimeError) else error.__cause__)
+            translated = self._translate(error)
+            if translated is error:
+                raise
+            raise translated from None
         finally:
             native.zinf_alloc_end()
+
+    def _translate(self, error: BaseException) -> BaseException:
+        """The engine's errors come out of torch ops as RuntimeError: give them their own class."""
+        if isinstance(error, RuntimeError):
+            text = str(error)
+            raised = self.native.interrupts.take()
+            if raised is not None:
+                return raised
+            if text.startswith("zinf: ") and "store" in text.lower():
+                return StoreError(text.removeprefix("zinf: "))
+        return error
 
     def _settle(self, store: int) -> None:
         native = self.native
@@ -90,16 +108,3 @@ class Executor:
 def _last_error(native: ctypes.CDLL) -> str:
     text = native.zinf_last_error()
     return text.decode() if text else "the engine gave no reason"
-
-
-def _translate(error: BaseException) -> BaseException:
-    """The engine's errors come out of torch ops as RuntimeError: give them their own class."""
-    if isinstance(error, RuntimeError):
-        text = str(error)
-        if "zinf: interrupted" in text:
-            return KeyboardInterrupt()
-        if text.startswith("zinf: ") and "store" in text.lower():
-            return StoreError(text.removeprefix("zinf: "))
-    return error
-
-

@@ -33,7 +33,6 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
 from ..errors import StoreError, Unsupported
-
 from . import optimizer_native as jobs
 from .optimizer_native import NativeUpdates, UpdateError, UpdateJob
 from .optimizer_tiled import run_tiled, torch_update

@@ -135,7 +135,7 @@ class NativeUpdates:
         library.zinf_update_staging_bytes.argtypes, library.zinf_update_staging_bytes.restype = sizes, integer
         library.zinf_update_run.argtypes = [*sizes, ctypes.c_int32, pointer, ctypes.POINTER(integer)]
         library.zinf_update_run.restype = ctypes.c_int
-        library.zinf_update_set_mkl_sqrt.argtypes, library.zinf_update_set_mkl_sqrt.restype = [pointer], None
+        library.zinf_update_set_mkl.argtypes, library.zinf_update_set_mkl.restype = [pointer, pointer], None
         self.has_mkl = self._find_mkl()
         self._roundings: dict[tuple[int, bool], Rounding | None] = {}
 
@@ -144,10 +144,10 @@ class NativeUpdates:
         for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
             path = Path(torch.__file__).parent / "lib" / name
             if path.exists():
-                function = getattr(ctypes.CDLL(str(path)), "vmsSqrt", None)
-                if function is not None:
-                    self.library.zinf_update_set_mkl_sqrt(ctypes.cast(function, ctypes.c_void_p))
-                    return True
+                torch_library = ctypes.CDLL(str(path))
+                functions = [getattr(torch_library, f, None) for f in ("vmsSqrt", "MKL_Set_Num_Threads_Local")]
+                self.library.zinf_update_set_mkl(*(f and ctypes.cast(f, ctypes.c_void_p) for f in functions))
+                return functions[0] is not None
         return False
 
     def is_block(self, tensor: Tensor) -> bool:
@@ -230,7 +230,7 @@ def _adam_trials(fused: bool, rounding: Rounding) -> Iterator[Trial]:
             maxima = t[4:5]
             adam([t[0]], [t[1].clone()], [t[2]], [t[3]], maxima, [torch.tensor(6.0)], foreach=False, beta1=beta1, beta2=beta2, **options)
 
-        for numel in (1, 37, 4099):
+        for numel in (1, 7, 12, 31, 4107):
             tensors = _random(numel, 5 if amsgrad else 4, seed)
             for second_moment in tensors[3:]:
                 second_moment.abs_()
@@ -254,7 +254,7 @@ def _sgd_trials(fused: bool, rounding: Rounding) -> Iterator[Trial]:
         def update(t: list[Tensor], group: dict[str, Any] = group) -> None:
             sgd([t[0]], [t[1].clone()], list(t[2:]) or [None], foreach=False, **group)
 
-        for numel in (1, 37, 4099):
+        for numel in (1, 7, 12, 31, 4107):
             yield sgd_template(group, False, rounding, None), _random(numel, 3 if momentum else 2, seed), update
 
 

@@ -68,7 +68,7 @@ def run_tiled(
     staged = [i for i, t in enumerate(tensors) if numel and native.is_block(t)]
     # Whole pages of every dtype, and a multiple of every vector length: torch's loops see the same remainders.
     count = max(tile_bytes // max(t.element_size() for t in tensors) // PAGE * PAGE, PAGE)
-    count = min(count, -(-numel // PAGE) * PAGE)
+    count = max(min(count, -(-numel // PAGE) * PAGE), 1)
     sizes = [count * tensors[i].element_size() for i in staged]
     staging = 2 * sum(sizes)
     account(staging)

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import nn
 
 from . import capture
@@ -24,7 +25,7 @@ _process_domain: list[Domain] = []
 def _domain() -> Domain:
     if not _process_domain:
         domain = Domain()
-        torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: domain.step_done())
+        torch_optimizer.register_optimizer_step_post_hook(lambda *_: domain.step_done())
         _process_domain.append(domain)
     return _process_domain[0]
 

@@ -68,7 +68,7 @@ def work_of(node: fx.Node) -> Work:
     """The work of one FX node. Views cost nothing."""
     val = node.meta.get("val")
     inputs = [a.meta.get("val") for a in node.all_input_nodes]
-    if _is_view(node):
+    if is_view(node):
         return Work()
     nbytes = _nbytes(val) + sum((_nbytes(v) for v in inputs), 0)
     flops: Any = 0
@@ -88,7 +88,8 @@ def work_of(node: fx.Node) -> Work:
     return Work(flops, nbytes, workspace)
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at bytes that exist already (and costs nothing)."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True  # getitem and size arithmetic

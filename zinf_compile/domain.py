@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch import fx, nn
 
+from .budget import format_budget
 from .capture import GraphSide
 from .cluster import Cluster
 from .cost import Rates
@@ -32,7 +33,7 @@ from .program import Program
 from .runtime.arena import Arena
 from .runtime.executor import Executor, Runner, Variant, compile_boxed
 from .runtime.gradients import Gradients
-from .runtime.ops import ensure_native
+from .runtime.native import io_stats, load
 from .schedule import Plan
 from .timeline import RunKey, Timeline
 from .verify import verify_plan
@@ -45,6 +46,21 @@ logger = logging.getLogger("zinf_compile")
 
 # Lengths are planned in buckets of an eighth of a power of two, so that a loop with many lengths needs few plans.
 BUCKETS_PER_OCTAVE = 4
+
+
+# Bytes of user code are planned in grains, so that a plan does not depend on a few tensors more or less.
+HELD_GRAIN = 64 << 10
+
+
+# The smallest block that is spilled: a file mapping of its own is not worth it for less, unless the budget is tiny.
+SPILL_LEAST, SPILL_MOST = 64 << 10, 1 << 20
+
+
+def with_margin(error: BudgetTooSmall, margin: int) -> BudgetTooSmall:
+    """The same error, asking for `margin` bytes more."""
+    minimum = error.minimum + margin
+    message = str(error).replace(str(error.minimum), str(minimum)).replace(format_budget(error.minimum), format_budget(minimum))
+    return BudgetTooSmall(message, minimum, error.culprit)
 
 
 @dataclass
@@ -67,12 +83,12 @@ class Domain:
     """See the module docstring. Not thread-safe beyond what autograd needs: one training thread."""
 
     def __init__(self) -> None:
-        self.native = ensure_native()
+        self.native = load()
         self.arena = Arena()
         self.executor = Executor(self.native)
         self.gradients = Gradients(self._grad_store, self.native)
         self.timeline = Timeline()
-        self.gauge = Gauge(self.arena)
+        self.gauge = Gauge(self.arena, self.io)
         self.sessions: list[weakref.ref[Session]] = []
         self.pieces: dict[int, Piece] = {}
         self.owners: dict[int, tuple[weakref.ref[Session], str]] = {}  # id(parameter) -> its session, its planned name
@@ -89,6 +105,9 @@ class Domain:
         self._piece_count = 0
         self._session_count = 0
         self.planned_held = 0  # bytes of user code when the plan was made
+
+    def io(self) -> dict[str, float]:
+        return io_stats(self.native)
 
     # ---- membership ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +149,8 @@ class Domain:
         sessions = self.live_sessions()
         strict = any(s.strict for s in sessions)
         spill = next((s.spill_dir for s in sessions if s.spill_dir), None)
-        self.arena.set_limit(self.budget, strict, spill)
+        threshold = max(SPILL_LEAST, min(SPILL_MOST, self.budget // 64))
+        self.arena.set_limit(self.budget, strict, spill, threshold)
 
     def own(self, session: Session, params: Iterable[tuple[str, nn.Parameter]]) -> None:
         """(Re-)register a model's parameters under their planned names."""
@@ -169,11 +189,11 @@ class Domain:
         self.pieces[piece.id] = piece
         return piece
 
-    def runner(self, piece: Piece, side: GraphSide) -> Runner:
+    def runner(self, piece: Piece, side: GraphSide) -> Callable[[list[Any]], Any]:
         # AOTAutograd hands the graph it compiles a second time, possibly as a copy: run that one.
         facts = piece.facts(side.phase)
         facts.side.gm = side.gm
-        return Runner(self.run, piece, side.phase)
+        return Runner(self.run, piece, side.phase).boxed()
 
     # ---- running ------------------------------------------------------------------------------------------------------
 
@@ -249,7 +269,7 @@ class Domain:
 
     def held(self) -> int:
         """Bytes under the budget that no plan accounts for: user tensors, another library's states, spilled leftovers aside."""
-        return max(0, self.arena.live - self._accounted())
+        return -(-max(0, self.arena.live - self._accounted()) // HELD_GRAIN) * HELD_GRAIN
 
     def _accounted(self) -> int:
         """Bytes in RAM that the plan's own buffers take right now: masters, gradients, states, saved activations, copies."""
@@ -298,8 +318,13 @@ class Domain:
         try:
             plan = make_plan(program, self._cluster(), self.budget, held=held)
         except BudgetTooSmall as error:
-            self._stale = True
-            raise BudgetTooSmall(str(error), error.minimum, error.culprit) from None
+            if not any(s.graph_runs for s in sessions):
+                self._stale = True
+                # What user code holds differs by a little from run to run: ask for a grain more than was needed here.
+                raise with_margin(error, HELD_GRAIN) from None
+            # Training has begun, and something outside the plan (a stock optimizer's states) has taken the room since: go on
+            # with the leanest plan; the allocator spills what would pass the budget, and the report says so.
+            plan = make_plan(program, self._cluster(), error.minimum, held=held)
         verify_plan(plan, program)
         self.plan, self.program, self._names, self.planned_held = plan, program, names, held
         self.plans.append(plan)

@@ -17,7 +17,7 @@ from torch import fx
 
 from . import _torch
 from .capture import GraphSide, fills_storage
-from .cost import Work, work_of
+from .cost import Work, is_view, work_of
 from .program import Buffer, Op, Program
 
 Size = int | sympy.Expr
@@ -136,6 +136,10 @@ def analyse(side: GraphSide) -> GraphFacts:
                 buffer.grads.append(side.grads[position])
             else:
                 buffer.returned = True
+    for node, (reads, writes) in zip(nodes, touched):
+        finished = {b for b in reads if buffers[b].grads} if is_view(node) else set()
+        reads -= finished  # the views that finish a gradient complete it: it is handed over behind them
+        writes |= finished
     _extend_aliased_masters(nodes, touched, index, buffers, side)
     frees: dict[int, list[int]] = {}
     for b, at in last.items():

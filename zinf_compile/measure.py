@@ -7,13 +7,12 @@ temporaries inside kernels, what user code keeps. "Foreign" is what is live beyo
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from .cluster import Cluster
 from .liveness import Measured
 from .runtime.arena import Arena
-from .runtime.native import io_stats
 from .schedule import Plan
 from .timeline import RunKey
 
@@ -45,8 +44,9 @@ class Step:
 class Gauge:
     """Measures around graph runs. `news`: something was learned that the current plan does not know."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, io: Callable[[], dict[str, float]]) -> None:
         self._arena = arena
+        self._io = io
         self.records: dict[RunKey, Record] = {}
         self._kept: dict[RunKey, int] = {}  # bytes that an open forward left alive: saved activations and outputs
         self._quiet = 0
@@ -55,7 +55,7 @@ class Gauge:
         self._begin = 0
         self.news = False
         self._peak = 0  # since the last step
-        self._step_start = (time.perf_counter(), io_stats())
+        self._step_start = (time.perf_counter(), io())
         self.step = Step()
 
     @property
@@ -81,9 +81,14 @@ class Gauge:
     def step_done(self) -> None:
         """The optimizer has stepped: close the books of one step."""
         self._reset()
-        now, io = time.perf_counter(), io_stats()
+        now, io = time.perf_counter(), self._io()
         start, before = self._step_start
-        self.step = Step(self._peak, io.bytes_read - before.bytes_read, io.bytes_written - before.bytes_written, now - start)
+        self.step = Step(
+            self._peak,
+            int(io["bytes_read"] - before["bytes_read"]),
+            int(io["bytes_written"] - before["bytes_written"]),
+            now - start,
+        )
         self._step_start, self._peak = (now, io), 0
 
     def summary(self) -> list[tuple[str, int, float]]:
@@ -133,11 +138,11 @@ class Gauge:
     def cluster(self) -> Cluster:
         """This machine, with the disk's rates as measured once enough has been moved."""
         base = Cluster.this_machine()
-        stats = io_stats()
-        if stats.bytes_read > ENOUGH_BYTES and stats.read_seconds > 0:
-            base = replace(base, nvme_read=stats.bytes_read / stats.read_seconds)
-        if stats.bytes_written > ENOUGH_BYTES and stats.write_seconds > 0:
-            base = replace(base, nvme_write=stats.bytes_written / stats.write_seconds)
+        io = self._io()
+        for rate, moved, took in (("nvme_read", "bytes_read", "read_seconds"), ("nvme_write", "bytes_written", "write_seconds")):
+            nbytes, seconds = io[moved], io[took]
+            if nbytes > ENOUGH_BYTES and seconds > 0:
+                base = replace(base, **{rate: nbytes / seconds})
         return base
 
 

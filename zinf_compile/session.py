@@ -20,7 +20,6 @@ from .errors import ZinfError
 from .liveness import ParamInfo
 from .run_report import render_report
 from .runtime.masters import Masters, give_back_free_memory, is_movable
-from .runtime.native import io_stats
 from .runtime.nvme_store import NvmeStore, default_store_dir
 from .runtime.optimizer_states import existing_states, planned_states
 from .schedule import Plan
@@ -61,7 +60,7 @@ class Session:
         self._slots: list[tuple[dict[str, Any], str, nn.Parameter, bool]] = []
         self._strangers: dict[int, str] = {}
         self._adopted: AdoptedOptimizer | None = None
-        self._io_start = io_stats()
+        self._io_start = domain.io()
         self.masters = Masters(domain.arena, domain.native)
         others = domain.live_sessions()
         number = domain.join(self)
@@ -89,11 +88,11 @@ class Session:
 
     def stats(self) -> dict[str, int | float]:
         """Counters: bytes moved by the engine since this model was compiled, allocator peaks, runs and fall-backs."""
-        io, arena = io_stats(), self.domain.arena.stats()
+        io, arena = self.domain.io(), self.domain.arena.stats()
         return {
-            "bytes_read": io.bytes_read - self._io_start.bytes_read,
-            "bytes_written": io.bytes_written - self._io_start.bytes_written,
-            "wait_seconds": io.wait_seconds - self._io_start.wait_seconds,
+            "bytes_read": io["bytes_read"] - self._io_start["bytes_read"],
+            "bytes_written": io["bytes_written"] - self._io_start["bytes_written"],
+            "wait_seconds": io["wait_seconds"] - self._io_start["wait_seconds"],
             "calls": self.calls,
             "graph_runs": self.graph_runs,
             "plain_calls": self.plain_calls,

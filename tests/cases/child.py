@@ -145,8 +145,9 @@ class Session:
         return self.adopted.pop(tuple(map(id, params)), None) or new_optimizer(params)
 
     def bytes_moved(self) -> int:
+        """By any of the models: the engine counts for the process, from the compilation of each model on."""
         stats = [m.zinf.stats() for m in self.models]
-        return sum(s["bytes_read"] + s["bytes_written"] for s in stats)
+        return max(s["bytes_read"] + s["bytes_written"] for s in stats)
 
     def close(self) -> None:
         for model in self.models:

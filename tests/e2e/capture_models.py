@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from .support import MLP, WIDTH
+from .support import MLP, WIDTH, tower
 
 
 class Prints(MLP):
@@ -18,7 +18,7 @@ class Prints(MLP):
     def forward(self, x):
         h = torch.relu(self.a(x))
         print("bytes of b.weight:", self.b.weight.untyped_storage().nbytes())
-        return self.c(torch.tanh(self.b(h))).sum()
+        return self.c(self.tower(torch.tanh(self.b(h)))).sum()
 
 
 class ReadsAfterBreak(MLP):
@@ -28,7 +28,7 @@ class ReadsAfterBreak(MLP):
         h = torch.relu(self.a(x))
         torch._dynamo.graph_break()
         norm = float(self.b.weight.detach().norm())
-        return self.c(torch.tanh(self.b(h))).sum() * norm
+        return self.c(self.tower(torch.tanh(self.b(h)))).sum() * norm
 
 
 class DisabledMethod(MLP):
@@ -37,7 +37,7 @@ class DisabledMethod(MLP):
         return self.b(h)
 
     def forward(self, x):
-        return self.c(torch.tanh(self.inner(torch.relu(self.a(x))))).sum()
+        return self.c(self.tower(torch.tanh(self.inner(torch.relu(self.a(x)))))).sum()
 
 
 class Flagged(MLP):
@@ -51,7 +51,7 @@ class Flagged(MLP):
 
 class Dropout(MLP):
     def forward(self, x):
-        return self.c(F.dropout(torch.relu(self.a(x)), 0.5, self.training)).sum()
+        return self.c(self.tower(F.dropout(torch.relu(self.a(x)), 0.5, self.training))).sum()
 
 
 class Tied(nn.Module):
@@ -59,11 +59,11 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.emb, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50, bias=False)
+        self.emb, self.tower, self.head = nn.Embedding(200, WIDTH), tower(), nn.Linear(WIDTH, 200, bias=False)
         self.head.weight = self.emb.weight
 
     def forward(self, ids):
-        return self.head(self.emb(ids)).logsumexp(-1).sum()
+        return self.head(self.tower(self.emb(ids))).logsumexp(-1).sum()
 
 
 class ReadsMetadata(MLP):
@@ -83,10 +83,10 @@ class IteratesParameters(MLP):
 class BatchNorm(nn.Module):
     def __init__(self):
         super().__init__()
-        self.l, self.bn = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.l, self.bn, self.tower = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), tower()
 
     def forward(self, x):
-        return self.bn(self.l(x)).square().sum()
+        return self.tower(self.bn(self.l(x))).square().sum()
 
 
 class Encoder(nn.Module):
@@ -94,19 +94,19 @@ class Encoder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, dropout=0.0)
+        self.layers = nn.Sequential(*[nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, dropout=0.0) for _ in range(2)])
 
     def forward(self, x):
-        return self.layer(x)
+        return self.layers(x)
 
 
 class Parametrized(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b = weight_norm(nn.Linear(WIDTH, WIDTH)), spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.a, self.b, self.tower = weight_norm(nn.Linear(WIDTH, WIDTH)), spectral_norm(nn.Linear(WIDTH, WIDTH)), tower()
 
     def forward(self, x):
-        return self.b(torch.relu(self.a(x))).sum()
+        return self.tower(self.b(torch.relu(self.a(x)))).sum()
 
 
 class Block(nn.Module):
@@ -166,13 +166,13 @@ class EditsParameter(MLP):
 class Checkpointed(MLP):
     def forward(self, x):
         h = checkpoint(lambda t: torch.relu(self.a(t)), x, use_reentrant=False)
-        return self.c(torch.tanh(checkpoint(self.b, h, use_reentrant=False))).sum()
+        return self.c(self.tower(torch.tanh(checkpoint(self.b, h, use_reentrant=False)))).sum()
 
 
 class ReentrantCheckpointed(MLP):
     def forward(self, x):
         h = checkpoint(lambda t: torch.relu(self.a(t)), x, use_reentrant=True)
-        return self.c(torch.tanh(self.b(h))).sum()
+        return self.c(self.tower(torch.tanh(self.b(h)))).sum()
 
 
 class AutocastInside(MLP):

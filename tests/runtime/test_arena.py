@@ -212,8 +212,11 @@ def test_works_under_address_space_and_data_limits():
     blocks = [byte_block(50 * MIB) for _ in range(5)]
     del blocks
     byte_block(400 * MIB)            # fits only once the empty reservation has been handed back
-    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + 64 * MIB,) * 2)
+    before = status("VmData")
+    resource.setrlimit(resource.RLIMIT_DATA, (before + 64 * MIB,) * 2)
     arena.trim()
+    assert status("VmData") < before - 300 * MIB    # what is given back no longer counts as data
+    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + 64 * MIB,) * 2)
     for nbytes in (40, 60, 30):
         byte_block(nbytes * MIB).fill_(1); arena.trim()
     kept = byte_block(16 * MIB)

@@ -24,8 +24,12 @@ from .timing import Schedule, frugal_schedule, schedule
 # What is tried for each memory limit: (how much a forward/backward second is worth against one of the update, share of the
 # spendable memory that is left free for prefetches, writes in flight and tiles). Each is timed; the quickest is taken.
 TRIED = ((1.0, 0.0), (1.0, 0.1), (1.0, 0.3), (0.2, 0.1), (0.2, 0.3), (0.2, 0.6), (1.0, 1.0))
-# Limits tried below the given one, as shares of the way from the frugal plan's peak: a plan for less is a plan for this too.
+# Limits tried, as shares of the way from the frugal plan's peak to the given one: a plan for less is a plan for this too.
 LOWER = (1.0, 0.8, 0.5)
+LOWER_SMALL = (1.0, 0.95, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
+# Limits for when holes between buffers lift every draft over the budget.
+SHRINK = (1.0, 0.93, 0.85, 0.7, 0.5, 0.25, 0.0)
+SMALL, LARGE = 300, 2000  # ops; the fewer, the more is tried
 
 
 @dataclass(frozen=True)
@@ -86,19 +90,25 @@ def _draft(model: Model, cluster: Cluster, plan: Schedule, limit: int) -> _Draft
 def _drafts(model: Model, cluster: Cluster, limit: int, frugal: _Draft):
     """Drafts in the order in which they should be packed: the quickest first; when none packs, made for less memory."""
     least = frugal.limit
+    packings = 3 if model.n > LARGE else 12
+    shares = LOWER_SMALL if model.n <= SMALL else LOWER
     ranked = {hidden: items(model, cluster, hidden) for hidden in sorted({h for h, _ in TRIED})}
-    for shrink in (1.0, 0.97, 0.9, 0.8):
+    seen: set[tuple] = set()
+    for shrink in SHRINK:
         found: list[_Draft] = []
-        for share in LOWER:
-            load_limit = least + int((limit * shrink - least) * share)
+        for share in shares if shrink == 1.0 else (1.0,):
+            load_limit = least + int((limit - least) * shrink * share)
             if load_limit < least:
                 continue
-            for hidden, spared in TRIED if share == 1.0 else TRIED[1:5:3]:
+            for hidden, spared in TRIED if share == 1.0 or model.n <= SMALL else TRIED[1:5:3]:
                 spare = int((load_limit - least) * spared)
                 choice, _ = choose(model, ranked[hidden], load_limit - spare)
                 found.append(_draft(model, cluster, schedule(model, cluster, choice, load_limit, spare), load_limit))
         found.sort(key=lambda d: d.seconds)  # stable: ties keep the order in which they were tried
-        yield from (d for d in found[:3] if d.seconds <= frugal.seconds)
+        for draft in found[:packings]:
+            if draft.seconds <= frugal.seconds and draft.issued.device not in seen:
+                seen.add(draft.issued.device)
+                yield draft
 
 
 def _replay(events: tuple[Event, ...]) -> tuple[float, dict[str, float]]:
@@ -118,14 +128,14 @@ def _replay(events: tuple[Event, ...]) -> tuple[float, dict[str, float]]:
     return max(end, default=0.0), busy
 
 
-def _packed(draft: _Draft) -> tuple[int, list[int]]:
+def _packed(draft: _Draft, limit: int = 0) -> tuple[int, list[int]]:
     whole = (-1, len(draft.issued.events))
-    return pack([(nbytes, born, dead) for _, nbytes, born, dead in draft.issued.device], whole)
+    return pack([(nbytes, born, dead) for _, nbytes, born, dead in draft.issued.device], whole, limit)
 
 
 def _finish(model: Model, cluster: Cluster, draft: _Draft, budget: int, held: int) -> Plan | None:
     """The Plan of a draft, None where fragmentation lifts it over the budget."""
-    top, offsets = _packed(draft)
+    top, offsets = _packed(draft, budget - held)
     if top > budget - held:
         return None
     program, choice, events = model.program, draft.plan.choice, draft.issued.events

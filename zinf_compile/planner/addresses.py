@@ -8,6 +8,7 @@ import numpy as np
 
 PAGE = 4096
 LINE = 64  # what vector loads want; smaller buffers needn't waste a page
+MAX_TRIES, TRIES_WORK = 40, 4_000_000  # of packing anew; the work of one grows with the square of the items
 
 
 def rounded(nbytes: int) -> int:
@@ -20,7 +21,16 @@ def assign(items: Sequence[tuple[int, int, int]], align: int = 1) -> tuple[int, 
     """Offsets for `items` = (nbytes, birth, death), alive from birth to death, both included. Returns (top, offsets).
 
     Greedy by size, first fit: the largest item first, each at the lowest offset that is free among the placed items alive
-    at the same time. align: every offset is a multiple of it (nbytes are rounded up to it).
+    at the same time. align: every offset is a multiple of it (nbytes are rounded up to it). 5,000 items take about 0.2 s.
+    """
+    sizes = [-(-n // align) * align for n, _, _ in items]
+    return first_fit(items, sizes, sorted(range(len(items)), key=lambda i: (-sizes[i], items[i][1], i)))
+
+
+def first_fit(
+    items: Sequence[tuple[int, int, int]], sizes: Sequence[int], order: Sequence[int]
+) -> tuple[int, list[int]]:
+    """Places items in the given order, each at the lowest offset that is free while it lives. Items of no bytes get 0.
 
     Safe: by induction over the items in the order of placing. When item x is placed, `over` holds *every* placed item
     whose interval meets x's, in order of offset; `reach` is the highest end among those before each of them. x goes to the
@@ -28,10 +38,8 @@ def assign(items: Sequence[tuple[int, int, int]], align: int = 1) -> tuple[int, 
     or below the hole's start, and all later ones begin at or above its end, since offsets are sorted; so x overlaps none of
     them in bytes. Items whose interval doesn't meet x's may share its bytes. Later items are checked against x in turn.
     """
-    count = len(items)
-    offsets = [0] * count
-    sizes = [-(-n // align) * align for n, _, _ in items]
-    order = sorted((i for i in range(count) if sizes[i] > 0), key=lambda i: (-sizes[i], items[i][1], i))
+    offsets = [0] * len(items)
+    order = [i for i in order if sizes[i] > 0]
     # columns of what is placed, kept sorted by offset
     start = np.empty(len(order), dtype=np.int64)
     end = np.empty(len(order), dtype=np.int64)
@@ -69,13 +77,13 @@ def load(items: Sequence[tuple[int, int, int]]) -> int:
     return int(np.cumsum(change).max())
 
 
-def pack(items: Sequence[tuple[int, int, int]], whole: tuple[int, int], align: int = 1) -> tuple[int, list[int]]:
-    """`assign`, with items of whole pages that live for the `whole` interval at the bottom, where they cause no holes.
+def pack(items: Sequence[tuple[int, int, int]], whole: tuple[int, int], limit: int = 0) -> tuple[int, list[int]]:
+    """Offsets in an arena for sizes as `rounded` gives them: pages on pages, small ones on cache lines.
 
-    Pages stay aligned without `align`: larger items are placed first, so every page-multiple is placed on page-multiples.
-
-    Where the result is above the load, placing by birth within classes of size (powers of two) is tried too and the lower
-    one is kept: it does better where many equal buffers make a ring.
+    Items of whole pages that live for the `whole` interval lie at the bottom, where they cause no holes. The rest is placed
+    by size; while that passes both the load and `limit`, the item that reached the top is placed earlier and all is tried
+    again, for about as long as a second. Tries come in a fixed order, so a smaller limit never ends with less. Page-multiples
+    are always placed before smaller items, which is what keeps them on page-multiples.
     """
     offsets = [0] * len(items)
     floor = 0
@@ -83,18 +91,26 @@ def pack(items: Sequence[tuple[int, int, int]], whole: tuple[int, int], align: i
     for i, (nbytes, born, dead) in enumerate(items):
         if (born, dead) == whole and nbytes % PAGE == 0:
             offsets[i] = floor
-            floor += -(-nbytes // align) * align
+            floor += nbytes
         else:
             rest.append(i)
     moving = [items[i] for i in rest]
-    top, found = assign(moving, align)
-    if top > load(moving):
-        # the same first fit on sizes padded to a class keeps rings of equal slots; offsets stay valid for the true sizes
-        classes = [(1 << max(0, n - 1).bit_length(), born, dead) for n, born, dead in moving]
-        _, other = assign(classes, align)
-        other_top = max(o + n for o, (n, _, _) in zip(other, moving))
-        if other_top < top:
-            top, found = other_top, other
-    for i, offset in zip(rest, found):
+    sizes = [n for n, _, _ in moving]
+    order = sorted(range(len(moving)), key=lambda i: (sizes[i] % PAGE != 0, -sizes[i], moving[i][1], i))
+    enough = max(load(moving), limit - floor)
+    best = first_fit(moving, sizes, order)
+    top, found = best
+    for _ in range(min(MAX_TRIES, TRIES_WORK // max(1, len(moving)) ** 2)):
+        if best[0] <= enough:
+            break
+        highest = max(order, key=lambda i: (found[i] + sizes[i], -i))
+        at = order.index(highest)
+        small = sizes[highest] % PAGE != 0
+        first = next(k for k, i in enumerate(order) if (sizes[i] % PAGE != 0) == small)
+        order.insert(first + (at - first) // 2, order.pop(at))
+        top, found = first_fit(moving, sizes, order)
+        if top < best[0]:
+            best = top, found
+    for i, offset in zip(rest, best[1]):
         offsets[i] = floor + offset
-    return floor + top, offsets
+    return floor + best[0], offsets

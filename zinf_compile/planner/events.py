@@ -13,7 +13,7 @@ from ..cluster import Cluster
 from ..schedule import Event
 from .addresses import rounded
 from .memory import Model
-from .timing import Schedule, read_seconds, update_compute, update_seconds, update_work, write_seconds
+from .timing import Schedule, read_seconds, streaming, update_compute, update_seconds, write_seconds
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,9 @@ def _add_op(out: _Writer, model: Model, cluster: Cluster, plan: Schedule, i: int
     names = tuple(dict.fromkeys((*op.reads, *op.writes)))
     seconds, nbytes = update_compute(model, cluster, i), 0
     if streamed:
-        work = update_work(model, i, streamed)
-        seconds, nbytes = update_seconds(cluster, seconds, work, plan.tile, plan.depth), work[0] + work[1]
+        work = streaming(model, cluster, i, streamed)
+        seconds = update_seconds(cluster, work, plan.tile, plan.depth)
+        nbytes = sum(2 * n if back else n for n, back in work.tensors)
     return out.add("update", op.graph, i, "compute", names, nbytes, seconds=seconds)
 
 

@@ -209,7 +209,8 @@ class Model:
         return [(i, away) for i, names in self.updates if (away := tuple(n for n in names if n in moving))]
 
     def staging(self, choice: Choice, tile: int, depth: int) -> list[tuple[int, int, int]]:
-        """(bytes, first, last position) of the staging buffers: allocated for each run of streaming updates."""
+        """(bytes, first, last position) of the staging buffers: `depth` tiles for each streamed tensor of the update that
+        streams the most, allocated for each run of streaming updates."""
         runs: dict[int, list[tuple[int, int]]] = {}
         for i, names in self.streamed(choice):
             runs.setdefault(int(self.span[i, 0]), []).append((i, len(names)))

@@ -7,12 +7,15 @@ sooner are served with memory first, which is also the order in which the link s
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..cluster import Cluster
 from .memory import TILE_MAX, Choice, Model
+
+REQUEST_SECONDS = 20e-6  # what it costs the CPU to issue one transfer and take note of its end
 
 
 @dataclass(frozen=True)
@@ -182,11 +185,19 @@ def widest_window(model: Model, choice: Choice, load: np.ndarray, limit: int) ->
 # ---- update -----------------------------------------------------------------------------------------------------------
 
 
-def update_work(model: Model, op: int, names: tuple[str, ...]) -> tuple[int, int, int]:
-    """(bytes read, bytes written, longest tensor) of an update that streams `names`: gradients aren't written back."""
-    nbytes = [model.program.buffers[n].nbytes for n in names]
-    back = sum(b for b, n in zip(nbytes, names) if model.program.buffers[n].kind != "grad")
-    return sum(nbytes), back, max(nbytes)
+@dataclass(frozen=True)
+class Streaming:
+    """What one update streams: compute seconds with everything in RAM; bytes of each tensor, and whether it is written back
+    (gradients aren't)."""
+
+    compute: float
+    tensors: tuple[tuple[int, bool], ...]
+
+
+def streaming(model: Model, cluster: Cluster, op: int, names: tuple[str, ...]) -> Streaming:
+    buffers = model.program.buffers
+    tensors = tuple((buffers[n].nbytes, buffers[n].kind != "grad") for n in names)
+    return Streaming(update_compute(model, cluster, op), tensors)
 
 
 def update_compute(model: Model, cluster: Cluster, op: int) -> float:
@@ -198,13 +209,14 @@ def update_compute(model: Model, cluster: Cluster, op: int) -> float:
     return sum(model.program.buffers[n].nbytes for n in touched) / cluster.update_rate
 
 
-def update_seconds(
-    cluster: Cluster, compute: float, work: tuple[int, int, int], tile: int, depth: int
-) -> float:
+def update_seconds(cluster: Cluster, work: Streaming, tile: int, depth: int) -> float:
     """One update that streams: in turn with one set of staging buffers, overlapped with more."""
-    read, written, longest = work
-    tiles = -(-longest // tile)
-    waits = (2 if written else 1) * tiles * cluster.nvme_latency
+    read = sum(n for n, _ in work.tensors)
+    written = sum(n for n, back in work.tensors if back)
+    longest = max(n for n, _ in work.tensors)
+    requests = sum(-(-n // tile) * (2 if back else 1) for n, back in work.tensors)
+    compute = work.compute + requests * REQUEST_SECONDS
+    waits = (2 if written else 1) * -(-longest // tile) * cluster.nvme_latency
     if depth == 1:
         return compute + read / cluster.nvme_read + written / cluster.nvme_write + waits
     share = min(1.0, tile / longest)  # the first tile in and the last one out overlap with nothing
@@ -213,30 +225,31 @@ def update_seconds(
     return max(compute, flow, waits / (depth - 1)) + ends
 
 
-def choose_tile(
-    model: Model, cluster: Cluster, choice: Choice, load: np.ndarray, limit: int
-) -> tuple[int, int]:
+def choose_tile(model: Model, cluster: Cluster, choice: Choice, load: np.ndarray, limit: int) -> tuple[int, int]:
     """(tile, depth) with the quickest update whose staging keeps the load under `limit`; adds the staging to `load`."""
     streamed = model.streamed(choice)
     least = model.least_tile()
     if not streamed:
         return least, 1
-    work = [(update_compute(model, cluster, i), update_work(model, i, names)) for i, names in streamed]
-    longest = max(w[2] for _, w in work)
+    # layers are alike: each distinct update is timed once
+    work = Counter(streaming(model, cluster, i, names) for i, names in streamed)
+    longest = max(n for w in work for n, _ in w.tensors)
     tiles = [least]
     while tiles[-1] < min(TILE_MAX, longest):
         tiles.append(tiles[-1] * 2)
-    best = (np.inf, least, 1)
+    room = [(limit - int(load[a : b + 1].max()), count) for count, a, b in model.staging(choice, 1, 1)]
+    timed = []
     for tile in tiles:
         for depth in (1, 2, 3):
-            staging = model.staging(choice, tile, depth)
             # the least is always allowed: the frugal plan has counted it
-            if (tile, depth) != (least, 1) and any(int(load[a : b + 1].max()) + n > limit for n, a, b in staging):
+            if (tile, depth) != (least, 1) and any(tile * depth * count > free for free, count in room):
                 continue
-            seconds = sum(update_seconds(cluster, c, w, tile, depth) for c, w in work)
-            if seconds < best[0] * (1 - 1e-9):
-                best = (seconds, tile, depth)
-    _, tile, depth = best
+            seconds = sum(count * update_seconds(cluster, w, tile, depth) for w, count in work.items())
+            timed.append((seconds, -tile, depth))
+    # among nearly equal ones the longest tile: fewer requests are kinder to disks than this model knows
+    enough = min(seconds for seconds, _, _ in timed) * 1.03
+    negative, depth = min((tile, depth) for seconds, tile, depth in timed if seconds <= enough)
+    tile = -negative
     for nbytes, a, b in model.staging(choice, tile, depth):
         load[a : b + 1] += nbytes
     return tile, depth
