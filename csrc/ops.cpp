@@ -256,9 +256,10 @@ Tensor empty_contiguous(Sizes sizes, Sizes strides, int32_t dtype) {
 
 Tensor block_tensor(int64_t store, std::vector<int64_t> size, ScalarType type) {
   std::vector<int64_t> strides(size.size());
-  int64_t numel = 1;
+  int64_t numel = 1, stride = 1;
   for (size_t d = size.size(); d-- > 0;) {
-    strides[d] = std::max<int64_t>(numel, 1);
+    strides[d] = stride;
+    stride *= std::max<int64_t>(size[d], 1);
     numel *= size[d];
   }
   auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));

@@ -106,6 +106,12 @@ class Interrupts:
             return None
 
 
+class Library(ctypes.CDLL):
+    """The loaded engine. Functions of csrc/zinf.h and csrc/engine.h as attributes, with their argument types set."""
+
+    interrupts: Interrupts
+
+
 def source_folder() -> Path:
     """csrc/: inside the installed package, beside it in a checkout."""
     package = Path(__file__).resolve().parent.parent
@@ -268,7 +274,7 @@ def library_path() -> Path:
 
 
 @functools.cache
-def load() -> ctypes.CDLL:
+def load() -> Library:
     """The engine: registers the kernels of torch.ops.zinf.* and returns the handle for ctypes, with argument types set.
 
     `lib.interrupts` is the `Interrupts` that waits consult. Functions of other files set their own argument types.
@@ -282,7 +288,7 @@ def load() -> ctypes.CDLL:
         path.unlink(missing_ok=True)  # damaged in the cache: once more
         path = library_path()
         torch.ops.load_library(str(path))
-    lib = ctypes.CDLL(str(path))
+    lib = Library(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function: Callable = getattr(lib, name)
         function.restype, function.argtypes = result, arguments  # type: ignore[attr-defined]
@@ -290,7 +296,7 @@ def load() -> ctypes.CDLL:
     return lib
 
 
-def check(lib: ctypes.CDLL, result: int | None) -> int:
+def check(lib: Library, result: int | None) -> int:
     """The result of an engine function, or StoreError with the engine's message if it is negative or null.
 
     A wait that a signal ended raises what the signal's handler raised, e.g. KeyboardInterrupt."""
@@ -306,4 +312,4 @@ def io_stats(lib: ctypes.CDLL) -> dict[str, float]:
     """The engine's counters: bytes, numbers of transfers, seconds."""
     stats = IoStats()
     lib.zinf_io_stats_get(ctypes.byref(stats))
-    return {name: getattr(stats, name) for name, _ in IoStats._fields_}
+    return {name: getattr(stats, name) for name, *_ in IoStats._fields_}

@@ -15,6 +15,9 @@ Importing this module needs no compiler: graphs with zinf:: ops can be built, pl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
@@ -43,8 +46,8 @@ def _same(x: Tensor, *_: object) -> Tensor:
 
 
 def _dense_copy(x: Tensor, store: int) -> Tensor:
-    dense = torch._prims_common.is_non_overlapping_and_dense_or_false(x)
-    return _same(x) if dense else torch.empty_like(x, memory_format=torch.contiguous_format)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))  # elements from first to last
+    return _same(x) if span == x.numel() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _nothing(*_: object) -> None:
@@ -55,7 +58,7 @@ def _block(store: int, size: list, dtype: torch.dtype) -> Tensor:
     return torch.empty(size, dtype=dtype, device="cpu")
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "prefetch": _nothing,
     "gather": _same,
     "release": _nothing,

@@ -25,7 +25,7 @@ from .cluster import Cluster
 from .cost import Rates
 from .errors import BudgetTooSmall
 from .liveness import GraphFacts, Measured, ParamInfo, Run, analyse, build_program
-from .measure import Gauge
+from .measure import Gauge, planned_saved
 from .passes import pipeline
 from .passes.binding import Binding
 from .planner import make_plan
@@ -100,7 +100,7 @@ class Domain:
         self._labels: dict[RunKey, str] = {}
         self._names: dict[str, list[str]] = {}
         self._firsts: dict[str, int] = {}
-        self._pairs: dict[RunKey, int] = {}
+        self._saved: dict[str, int] = {}
         self._instances = 0
         self._piece_count = 0
         self._session_count = 0
@@ -217,7 +217,7 @@ class Domain:
         session.graph_runs += 1
         self.gauge.before(key, self._accounted())
         outs, seconds = self.executor.run(variant, args, session.store_handle)
-        self.gauge.after(key, seconds)
+        self.gauge.after(key, seconds, self._saved.get(self._labels[key], 0))
         self.timeline.record(key)
         return outs
 
@@ -329,6 +329,7 @@ class Domain:
         self.plan, self.program, self._names, self.planned_held = plan, program, names, held
         self.plans.append(plan)
         del self.plans[:-8]
+        self._saved = planned_saved(plan)
         self._firsts = {label: first for label, first, _ in program.graphs}
         self._variants = {}
         self._stale = False

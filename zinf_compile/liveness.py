@@ -261,11 +261,13 @@ def build_program(
     named: dict[str, list[str]] = {}
     carried: dict[tuple[int, int], str] = {}  # (pair, backward placeholder) -> buffer saved by the forward
     outputs: dict[int, int] = {}
+    counted = {run.pair for run in runs if run.facts.side.phase == "backward" and run.label in measured.foreign}
     for run in runs:
         facts, side = run.facts, run.facts.side
         symbols = dict(run.symbols)
         names: list[str] = []
         twins: dict[str, list[str]] = {}
+        dying: list[str] = []
         gap = measured.gap.get(run.label)
         if side.phase == "backward":
             if gap is None:
@@ -288,6 +290,8 @@ def build_program(
                 of = run.masters[local.grads[0]]
                 name, buffer_kind = f"grad:{of}", "grad"
                 movable = params[of].movable and nbytes >= min_move
+            elif local.returned and run.pair in counted:
+                dying.append(name)  # what user code keeps of it is in what was measured around the backward
             elif local.returned:
                 buffer_kind = "output"
             elif local.saved_places:
@@ -308,8 +312,10 @@ def build_program(
         pace = measured.speed.get(run.label, 1.0)
         arguments = sum(b.nbytes for n, b in buffers.items() if b.kind == "input" and n.startswith(f"{run.label}/"))
         foreign = max(0, measured.foreign.get(run.label, 0) - arguments)
-        for op in facts.ops:
+        for i, op in enumerate(facts.ops):
             frees = tuple(names[b] for b in op.frees if buffers[names[b]].kind in ("activation",))
+            if i == len(facts.ops) - 1:
+                frees += tuple(dying)
             writes = tuple(n for b in op.writes for n in (names[b], *twins.get(names[b], ())))
             ops.append(
                 Op(

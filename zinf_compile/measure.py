@@ -48,7 +48,7 @@ class Gauge:
         self._arena = arena
         self._io = io
         self.records: dict[RunKey, Record] = {}
-        self._kept: dict[RunKey, int] = {}  # bytes that an open forward left alive: saved activations and outputs
+        self._kept: dict[RunKey, int] = {}  # planned bytes that an open forward left alive in RAM: saved activations
         self._quiet = 0
         self._extra: dict[RunKey, int] = {}  # bytes inside a run that the program did not know
         self._pace: dict[RunKey, float] = {}  # measured seconds / estimated seconds
@@ -95,7 +95,8 @@ class Gauge:
         """(what ran, how often, seconds of the latest run)."""
         return [(f"{k.phase} of graph {k.piece}" + (f" #{k.occurrence}" if k.occurrence else ""), r.runs, r.seconds) for k, r in self.records.items()]
 
-    def after(self, key: RunKey, seconds: float) -> None:
+    def after(self, key: RunKey, seconds: float, saved: int) -> None:
+        """saved: bytes of activations that the plan keeps in RAM for this forward's backward."""
         record = self.records[key]
         # `peak` was reset when the run began.
         record.growth = max(record.growth, self._arena.peak - self._begin)
@@ -104,7 +105,7 @@ class Gauge:
         if record.runs in NEWSWORTHY:
             self.news = True
         if key.phase == "forward":
-            self._kept[key] = max(0, self._arena.live - self._begin)
+            self._kept[key] = saved
         elif key.phase == "backward":
             self._kept.pop(RunKey(key.piece, "forward", key.masters, key.occurrence), None)
         self._reset()
@@ -125,14 +126,15 @@ class Gauge:
                 continue
             foreign[label], gap[label] = record.foreign, record.gap
             before = planned.get(key, "")
-            if before in growth:
+            if before in growth and record.growth:
                 known = self._extra.get(key, 0)
-                self._extra[key] = max(known, known + record.growth - growth[before])
-                workspace[label] = self._extra[key]
-            if record.runs >= 2 and seconds.get(before, 0.0) > 0:
+                self._extra[key] = max(0, known + record.growth - growth[before])
+            workspace[label] = self._extra.get(key, 0)
+            if record.runs >= 2 and record.seconds and seconds.get(before, 0.0) > 0:
                 self._pace[key] = self._pace.get(key, 1.0) * record.seconds / seconds[before]
             if key in self._pace:
                 speed[label] = self._pace[key]
+            record.growth, record.seconds = 0, 0.0  # of the plan that is being replaced
         return Measured(workspace, gap, foreign, speed)
 
     def cluster(self) -> Cluster:
@@ -155,15 +157,35 @@ def planned_growth(plan: Plan) -> dict[str, int]:
         last[event.graph] = event.id
     size = len(plan.events) + 2
     change = [0] * (size + 1)
+    before = dict.fromkeys(first, 0)
     for p in plan.placements:
-        if p.tier == "device":
-            change[max(p.birth, 0)] += p.nbytes
-            change[min(p.death, size - 1) + 1] -= p.nbytes
+        if p.tier != "device":
+            continue
+        change[max(p.birth, 0)] += p.nbytes
+        change[min(p.death, size - 1) + 1] -= p.nbytes
+        for graph, event in first.items():
+            if p.birth < event <= p.death:
+                before[graph] += p.nbytes
     level, total = [], 0
     for delta in change:
         total += delta
         level.append(total)
-    return {g: max(level[first[g] : last[g] + 1]) - (level[first[g] - 1] if first[g] else 0) for g in first}
+    return {g: max(level[first[g] : last[g] + 1]) - before[g] for g in first}
+
+
+def planned_saved(plan: Plan) -> dict[str, int]:
+    """For each run, the bytes in RAM of activations that it leaves behind for a later run."""
+    last: dict[str, int] = {}
+    graph_at: dict[int, str] = {}
+    for event in plan.events:
+        last[event.graph] = event.id
+        graph_at[event.id] = event.graph
+    saved: dict[str, int] = {}
+    for p in plan.placements:
+        graph = graph_at.get(p.birth)
+        if p.tier == "device" and graph is not None and plan.kinds.get(p.buffer) == "activation" and p.death > last[graph]:
+            saved[graph] = saved.get(graph, 0) + p.nbytes
+    return saved
 
 
 def planned_seconds(plan: Plan) -> dict[str, float]:

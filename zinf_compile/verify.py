@@ -27,9 +27,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from dataclasses import replace
 
 from .errors import PlanMismatch
-from .program import Op, Program
+from .program import Buffer, Op, Program
 from .schedule import EVENT_OPS, STREAMS, TIERS, Event, Placement, Plan
 from .simulate import simulate
 
@@ -58,6 +59,43 @@ def verify_plan(plan: Plan, program: Program) -> None:
     check.addresses()
     check.waits()
     _predictions(plan)
+
+
+def verify_standalone(plan: Plan) -> None:
+    """Everything that a plan says about itself: 2, 4 to 9, 11 and 12. What ops touch isn't in a plan, so each op is taken to
+    touch the buffers that begin or end with it; `verify_plan` with the program is the full check.
+
+    Raises PlanMismatch as `verify_plan` does.
+    """
+    at: dict[int, list[str]] = {}
+    spaces: dict[int, int] = {}
+    for p in plan.placements:
+        if p.buffer.startswith("workspace:"):
+            spaces[p.birth] = p.nbytes
+        elif p.tier == "device" and not p.buffer.startswith("staging:"):
+            for event in (p.birth, p.death):
+                at.setdefault(event, []).append(p.buffer)
+    handed: dict[int, list[str]] = {}
+    for e in plan.events:
+        if e.op == "reduce_grad":
+            handed.setdefault(e.step, []).append(e.buffers[0])
+    ops = []
+    for e in plan.events:
+        if e.op in ("compute", "update"):
+            if e.step >= len(plan.labels):
+                _refuse(2, f"event {e.id} runs op {e.step}, but the plan has {len(plan.labels)}")
+            name, block = plan.labels[e.step]
+            phase = "update" if e.op == "update" else "user" if e.graph == "user" else "forward"
+            reads = e.buffers if e.op == "update" else tuple(at.get(e.id, ()))
+            writes = tuple(handed.get(e.step, ()))
+            ops.append(Op(e.graph, name, "", phase, e.seconds, spaces.get(e.id, 0), reads, writes, (), block))
+    buffers = {
+        name: Buffer(name, plan.kinds[name], nbytes, "", (), plan.homes.get(name) == "nvme")
+        for name, nbytes in plan.sizes.items()
+        if not name.startswith(("workspace:", "staging:"))
+    }
+    program = Program(tuple(ops), buffers)
+    verify_plan(replace(plan, fingerprint=program.fingerprint()), program)
 
 
 def _refuse(number: int, message: str) -> None:
@@ -127,6 +165,7 @@ class _Checker:
             if p.tier not in TIERS or p.nbytes < plan.sizes.get(p.buffer, math.inf) or p.death < p.birth:
                 _refuse(3, f"placement of {p.buffer!r}: {p.nbytes} bytes on {p.tier}, events {p.birth} to {p.death}")
             (self.on_nvme if p.tier == "nvme" else self.on_device).setdefault(p.buffer, []).append(p)
+        self.staging = [p for name, held in self.on_device.items() if name.startswith("staging:") for p in held]
         self.event_of = {e.step: e for e in plan.events if e.op in ("compute", "update")}
 
     def _clocks(self) -> list[tuple[int, ...]]:
@@ -182,7 +221,8 @@ class _Checker:
         for name, b in self.program.buffers.items():
             if b.kind == "foreign" and b.nbytes and not any(p.birth == -1 for p in self.on_device.get(name, ())):
                 _refuse(3, f"foreign {name!r} is not reserved for the whole step")
-            if b.kind == "output" and self.on_device.get(name) and self.on_device[name][-1].death < self.event_of[len(self.program.ops) - 1].id:
+            last = self.event_of[len(self.program.ops) - 1].id
+            if b.kind == "output" and any(p.death < last for p in self.on_device.get(name, ())):
                 _refuse(3, f"output {name!r} is given up before the step ends")
 
     def _needs_device(self, op: Op, name: str) -> bool:
@@ -199,10 +239,7 @@ class _Checker:
         if not streamed:
             return
         need = self.plan.options["update_tile"] * self.plan.options["update_depth"] * len(streamed)
-        room = max(
-            (p.nbytes for name, held in self.on_device.items() if name.startswith("staging:") for p in held
-             if p.birth <= event.id <= p.death), default=0,
-        )  # fmt: skip
+        room = max((p.nbytes for p in self.staging if p.birth <= event.id <= p.death), default=0)
         if room < need:
             _refuse(3, f"op {i} ({op.name!r}) streams {len(streamed)} tensors through {room} bytes, needs {need}")
 
@@ -398,14 +435,13 @@ class _Checker:
         by_name: dict[str, list[Placement]] = {}
         for p in self.plan.placements:
             by_name.setdefault(p.buffer, []).append(p)
-        staging = [p for p in self.plan.placements if p.buffer.startswith("staging:")]
         for e in self.plan.events:
             names = list(e.buffers)
             if e.op in ("compute", "update"):
                 op = self.program.ops[e.step]
                 names += [*op.reads, *op.writes, f"workspace:{e.step}"]
             held = [p for name in dict.fromkeys(names) for p in by_name.get(name, ())]
-            for p in held + (staging if e.op == "update" else []):
+            for p in held + (self.staging if e.op == "update" else []):
                 if p.birth <= e.id <= p.death:
                     k = self.stream_index[e.id]
                     found[p][k] = max(found[p][k], e.id)

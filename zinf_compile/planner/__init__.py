@@ -24,12 +24,13 @@ from .timing import Schedule, frugal_schedule, schedule
 # What is tried for each memory limit: (how much a forward/backward second is worth against one of the update, share of the
 # spendable memory that is left free for prefetches, writes in flight and tiles). Each is timed; the quickest is taken.
 TRIED = ((1.0, 0.0), (1.0, 0.1), (1.0, 0.3), (0.2, 0.1), (0.2, 0.3), (0.2, 0.6), (1.0, 1.0))
+TRIED_LARGE = ((1.0, 0.1), (0.2, 0.3))
 # Limits tried, as shares of the way from the frugal plan's peak to the given one: a plan for less is a plan for this too.
 LOWER = (1.0, 0.8, 0.5)
 LOWER_SMALL = (1.0, 0.95, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
 # Limits for when holes between buffers lift every draft over the budget.
 SHRINK = (1.0, 0.93, 0.85, 0.7, 0.5, 0.25, 0.0)
-SMALL, LARGE = 300, 2000  # ops; the fewer, the more is tried
+SMALL, LARGE = 300, 4000  # ops; the fewer, the more is tried
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def _drafts(model: Model, cluster: Cluster, limit: int, frugal: _Draft):
     """Drafts in the order in which they should be packed: the quickest first; when none packs, made for less memory."""
     least = frugal.limit
     packings = 3 if model.n > LARGE else 12
-    shares = LOWER_SMALL if model.n <= SMALL else LOWER
+    shares = LOWER_SMALL if model.n <= SMALL else LOWER if model.n <= LARGE else (1.0,)
+    tried = TRIED if model.n <= LARGE else TRIED_LARGE
     ranked = {hidden: items(model, cluster, hidden) for hidden in sorted({h for h, _ in TRIED})}
     seen: set[tuple] = set()
     for shrink in SHRINK:
@@ -100,7 +102,7 @@ def _drafts(model: Model, cluster: Cluster, limit: int, frugal: _Draft):
             load_limit = least + int((limit - least) * shrink * share)
             if load_limit < least:
                 continue
-            for hidden, spared in TRIED if share == 1.0 or model.n <= SMALL else TRIED[1:5:3]:
+            for hidden, spared in tried if share == 1.0 or model.n <= SMALL else TRIED_LARGE:
                 spare = int((load_limit - least) * spared)
                 choice, _ = choose(model, ranked[hidden], load_limit - spare)
                 found.append(_draft(model, cluster, schedule(model, cluster, choice, load_limit, spare), load_limit))

@@ -40,7 +40,7 @@ def first_fit(
     """
     offsets = [0] * len(items)
     order = [i for i in order if sizes[i] > 0]
-    # columns of what is placed, kept sorted by offset
+    # columns of what is placed
     start = np.empty(len(order), dtype=np.int64)
     end = np.empty(len(order), dtype=np.int64)
     birth = np.empty(len(order), dtype=np.int64)
@@ -51,15 +51,13 @@ def first_fit(
         over = np.flatnonzero((birth[:placed] <= dead) & (death[:placed] >= born))
         offset = 0
         if len(over):
+            over = over[np.argsort(start[over], kind="stable")]
             reach = np.empty(len(over) + 1, dtype=np.int64)
             reach[0] = 0
             np.maximum.accumulate(end[over], out=reach[1:])
             holes = np.flatnonzero(start[over] - reach[:-1] >= size)
             offset = int(reach[holes[0]]) if len(holes) else int(reach[-1])
-        at = int(np.searchsorted(start[:placed], offset))
-        for column, value in ((start, offset), (end, offset + size), (birth, born), (death, dead)):
-            column[at + 1 : placed + 1] = column[at:placed]
-            column[at] = value
+        start[placed], end[placed], birth[placed], death[placed] = offset, offset + size, born, dead
         offsets[i] = offset
         top = max(top, offset + size)
     return top, offsets

@@ -90,7 +90,7 @@ def issue(model: Model, cluster: Cluster, plan: Schedule) -> Issued:
                 released.setdefault(b, []).append(name)
                 inside = [i for i in model.uses[name] if a <= i <= b]
                 for u, v in zip(inside, inside[1:]):
-                    if model.span[u, 0] != model.span[v, 0]:
+                    if model.first[u] != model.first[v]:
                         again.setdefault(v, []).append(name)
 
     out = _Writer()
@@ -104,7 +104,7 @@ def issue(model: Model, cluster: Cluster, plan: Schedule) -> Issued:
     streamed = dict(model.streamed(choice))
     for i, op in enumerate(program.ops):
         graph = op.graph
-        slow = plan.slow.get(int(model.span[i, 0]), 1.0)
+        slow = plan.slow.get(model.first[i], 1.0)
         first_event[i] = len(out.events)
         for k in launches.get(i, ()):
             name = plan.reads[k].name
@@ -133,7 +133,7 @@ def issue(model: Model, cluster: Cluster, plan: Schedule) -> Issued:
                 flying.remove(w)
         for name in released.get(i, ()):
             release_event[name, i] = out.add("release", graph, i, "compute", (name,))
-        if i == model.span[i, 1] and flying:
+        if i == model.last[i] and flying:
             out.wait_for(max(write_event[w] for w in flying))
             for w in flying:
                 retired[w] = len(out.events) - 1

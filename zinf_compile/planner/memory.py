@@ -52,9 +52,11 @@ class Model:
         self.min_offload = min_offload
         self.pins = dict(pins)
         self.size = {name: rounded(b.nbytes) for name, b in program.buffers.items()}
-        self.span = np.zeros((self.n, 2), dtype=np.int64)  # of each op: first and last op of its graph
+        self.first: list[int] = []  # of each op: the first and the last op of its graph
+        self.last: list[int] = []
         for _, a, b in program.graphs:
-            self.span[a:b] = (a, b - 1)
+            self.first += [a] * (b - a)
+            self.last += [b - 1] * (b - a)
         self._scan()
         self._classify()
 
@@ -145,11 +147,11 @@ class Model:
         if not at:
             return  # named by no op: takes no room in this step
         written = self.writes[name]
-        birth = int(self.span[at[0], 0]) if not written or written[0] > at[0] else written[0]
+        birth = self.first[at[0]] if not written or written[0] > at[0] else written[0]
         if buffer.kind == "output":
             death = self.n - 1
         elif buffer.kind == "input":
-            death = int(self.span[at[-1], 1])
+            death = self.last[at[-1]]
         else:
             death = max(self.freed.get(name, self.n - 1), at[-1])
         backward = [i for i in at if self.phases[i] == "backward"]
@@ -187,7 +189,7 @@ class Model:
     def may_hold(self, a: int, b: int) -> bool:
         """A copy may be held between two uses in one graph, or over the turn from a forward to a backward graph (where
         user code may run: the runtime write-protects the master meanwhile)."""
-        if self.span[a, 0] == self.span[b, 0]:
+        if self.first[a] == self.first[b]:
             return True
         return self.phases[a] == "forward" and self.phases[b] == "backward"
 
@@ -213,7 +215,7 @@ class Model:
         streams the most, allocated for each run of streaming updates."""
         runs: dict[int, list[tuple[int, int]]] = {}
         for i, names in self.streamed(choice):
-            runs.setdefault(int(self.span[i, 0]), []).append((i, len(names)))
+            runs.setdefault(self.first[i], []).append((i, len(names)))
         return [(tile * depth * max(k for _, k in run), run[0][0], run[-1][0]) for run in runs.values()]
 
     def least_tile(self) -> int:

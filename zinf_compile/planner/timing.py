@@ -36,7 +36,6 @@ class Write:
     name: str
     op: int
     waiter: int
-    alive: int  # last position at which its bytes may still be taken
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,11 @@ def needed_reads(model: Model, choice: Choice) -> list[tuple[int, str, int, int]
         if name not in choice.device:
             before = -1
             for a, b in model.segments(name, choice):
-                found.append((a, name, max(int(model.span[a, 0]), before + 1), b))
+                found.append((a, name, max(model.first[a], before + 1), b))
                 before = b
     for name, s in model.saved.items():
         if name not in choice.kept:
-            found.append((s.back, name, int(model.span[s.back, 0]), s.death))
+            found.append((s.back, name, model.first[s.back], s.death))
     return sorted(found)
 
 
@@ -82,7 +81,7 @@ def place_reads(
     latest, graph = np.inf, -1
     for k in range(len(needed) - 1, -1, -1):
         need, name, floor, _ = needed[k]
-        first = int(model.span[need, 0])
+        first = model.first[need]
         if first != graph:
             latest, graph = np.inf, first
         nbytes = model.program.buffers[name].nbytes
@@ -91,7 +90,7 @@ def place_reads(
         wished[k] = min(need, max(floor, op))
     reads, before, graph = [], 0, -1
     for k, (need, name, floor, last) in enumerate(needed):
-        first = int(model.span[need, 0])
+        first = model.first[need]
         if first != graph:
             before, graph = first, first
         launch = max(wished[k], before, floor)
@@ -135,51 +134,57 @@ def needed_writes(model: Model, choice: Choice) -> list[tuple[int, int, str]]:
     return sorted(grads + [(s.leave, 1, n) for n, s in model.saved.items() if n not in choice.kept])
 
 
-def retire(model: Model, needed: list[tuple[int, int, str]], window: int) -> tuple[Write, ...]:
-    """Who waits for each write: the first later one that would pass the window, else the end of its graph."""
+def retire(model: Model, needed: list[tuple[int, int, str]], window: int) -> list[int]:
+    """Who waits for each write: the index of the first one whose issue would pass the window (its own: it is synchronous),
+    or -1, the end of its graph."""
+    buffers = model.program.buffers
+    sizes = [buffers[name].nbytes for _, _, name in needed]
     waiter = [-1] * len(needed)
-    flying: list[int] = []
-    total, graph = 0, -1
-    for k, (op, _, name) in enumerate(needed):
-        if int(model.span[op, 0]) != graph:  # everything is drained at the end of each graph
-            flying, total, graph = [], 0, int(model.span[op, 0])
-        nbytes = model.program.buffers[name].nbytes
-        flying.append(k)
-        total += nbytes
-        gone = 0
-        while gone < len(flying) and total > window:
-            waiter[flying[gone]] = k
-            total -= model.program.buffers[needed[flying[gone]][2]].nbytes
-            gone += 1
-        flying = flying[gone:]
-    return tuple(
-        Write(name, op, w, needed[w][0] if w >= 0 else int(model.span[op, 1]))
-        for (op, _, name), w in zip(needed, waiter)
-    )
+    oldest, total, graph = 0, 0, -1
+    for k, (op, _, _) in enumerate(needed):
+        first = model.first[op]
+        if first != graph:  # everything is drained at the end of each graph
+            oldest, total, graph = k, 0, first
+        total += sizes[k]
+        while oldest <= k and total > window:
+            waiter[oldest] = k
+            total -= sizes[oldest]
+            oldest += 1
+    return waiter
 
 
-def in_flight(model: Model, writes: tuple[Write, ...]) -> np.ndarray:
+def in_flight(model: Model, needed: list[tuple[int, int, str]], waiter: list[int]) -> np.ndarray:
     """int64[n]: bytes that writes still hold after the op that issued them."""
-    change = np.zeros(model.n + 1, dtype=np.int64)
-    for w in writes:
-        change[w.op + 1] += model.size[w.name]
-        change[w.alive + 1] -= model.size[w.name]
-    return np.cumsum(change)[: model.n]
+    change = [0] * (model.n + 1)
+    for (op, _, name), w in zip(needed, waiter):
+        change[op + 1] += model.size[name]
+        change[(needed[w][0] if w >= 0 else model.last[op]) + 1] -= model.size[name]
+    return np.cumsum(np.array(change, dtype=np.int64))[: model.n]
+
+
+def as_writes(needed: list[tuple[int, int, str]], waiter: list[int]) -> tuple[Write, ...]:
+    return tuple(Write(name, op, w) for (op, _, name), w in zip(needed, waiter))
 
 
 def widest_window(model: Model, choice: Choice, load: np.ndarray, limit: int) -> tuple[int, tuple[Write, ...]]:
-    """The largest window whose writes in flight keep the load under `limit`; adds them to `load` in place."""
+    """The largest window found whose writes in flight keep the load under `limit`; adds them to `load` in place."""
     needed = needed_writes(model, choice)
     sizes = [model.program.buffers[name].nbytes for _, _, name in needed]
-    total = sum(sizes)
-    steps = {total, max(sizes, default=0), 2 * max(sizes, default=0)} | {2**k for k in range(16, 40) if 2**k < total}
-    for window in sorted(steps, reverse=True):
-        writes = retire(model, needed, window)
-        extra = in_flight(model, writes)
-        if not np.any((extra > 0) & (load + extra > limit)):
-            load += extra
-            return window, writes
-    return 0, retire(model, needed, 0)
+    total, longest = sum(sizes), max(sizes, default=0)
+    steps = sorted({0, total, longest, 2 * longest} | {2**k for k in range(16, 40) if 2**k < total})
+    fits: tuple[int, list[int], np.ndarray | int] = (0, retire(model, needed, 0), 0)
+    low, high = 0, len(steps)  # steps[low] fits, steps[high] and beyond don't
+    while high - low > 1:
+        middle = (low + high) // 2 if high < len(steps) or low else len(steps) - 1  # the widest is tried first
+        waiter = retire(model, needed, steps[middle])
+        extra = in_flight(model, needed, waiter)
+        if np.any((extra > 0) & (load + extra > limit)):
+            high = middle
+        else:
+            low, fits = middle, (steps[middle], waiter, extra)
+    window, waiter, flying = fits
+    load += flying
+    return window, as_writes(needed, waiter)
 
 
 # ---- update -----------------------------------------------------------------------------------------------------------
@@ -262,9 +267,9 @@ def shared_disk(model: Model, cluster: Cluster, choice: Choice) -> dict[int, flo
     """Per graph (its first op): how much longer transfers take because reads and writes share the disk."""
     moved: dict[int, list[int]] = {}
     for need, name, _, _ in needed_reads(model, choice):
-        moved.setdefault(int(model.span[need, 0]), [0, 0])[0] += model.program.buffers[name].nbytes
+        moved.setdefault(model.first[need], [0, 0])[0] += model.program.buffers[name].nbytes
     for op, _, name in needed_writes(model, choice):
-        moved.setdefault(int(model.span[op, 0]), [0, 0])[1] += model.program.buffers[name].nbytes
+        moved.setdefault(model.first[op], [0, 0])[1] += model.program.buffers[name].nbytes
     slow = {}
     for first, (read, written) in moved.items():
         alone = max(read / cluster.nvme_read, written / cluster.nvme_write)
@@ -292,5 +297,6 @@ def frugal_schedule(model: Model, cluster: Cluster, choice: Choice) -> Schedule:
     for nbytes, a, b in model.staging(choice, tile, 1):
         load[a : b + 1] += nbytes
     reads = tuple(Read(name, need, last, need) for need, name, _, last in needed_reads(model, choice))
-    writes = retire(model, needed_writes(model, choice), 0)
+    needed = needed_writes(model, choice)
+    writes = as_writes(needed, retire(model, needed, 0))
     return Schedule(choice, reads, writes, 0, tile, 1, load, shared_disk(model, cluster, choice))
