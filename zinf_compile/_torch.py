@@ -50,6 +50,7 @@ PlainAOTInput = _SYMBOLS["torch._functorch._aot_autograd.descriptors.PlainAOTInp
 TangentAOTInput = _SYMBOLS["torch._functorch._aot_autograd.descriptors.TangentAOTInput"]
 BoxedCodeGen = _SYMBOLS["torch.fx.graph._BoxedCodeGen"]
 will_engine_execute_node = _SYMBOLS["torch._C._will_engine_execute_node"]
+OpOverload = torch._ops.OpOverload
 partition_min_cut = min_cut_rematerialization_partition
 
 

@@ -198,7 +198,7 @@ def _view_chain(node: fx.Node, roots: set[fx.Node]) -> list[fx.Node] | None:
         if node.op != "call_function" or not parents or _key(node) is None or _key(node) != _key(parents[0]):
             return None
         target = node.target
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        if isinstance(target, _torch.OpOverload) and target._schema.is_mutable:
             return None
         chain.append(node)
         node = parents[0]

@@ -14,6 +14,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from . import _torch
+
 aten = torch.ops.aten
 
 # Temporaries that CPU kernels allocate beside their outputs, as a multiple of the bytes of one argument (its position).
@@ -91,6 +93,6 @@ def work_of(node: fx.Node) -> Work:
 def is_view(node: fx.Node) -> bool:
     """Whether a node only looks at bytes that exist already (and costs nothing)."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, _torch.OpOverload):
         return True  # getitem and size arithmetic
     return bool(target._schema.returns) and any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)

@@ -28,6 +28,7 @@ from .liveness import GraphFacts, Measured, ParamInfo, Run, analyse, build_progr
 from .measure import Gauge, planned_saved
 from .passes import pipeline
 from .passes.binding import Binding
+from .placement import AddressPlanner
 from .planner import make_plan
 from .program import Program
 from .runtime.arena import Arena
@@ -89,6 +90,7 @@ class Domain:
         self.gradients = Gradients(self._grad_store, self.native)
         self.timeline = Timeline()
         self.gauge = Gauge(self.arena, self.io)
+        self.addresses = AddressPlanner(self.arena)
         self.sessions: list[weakref.ref[Session]] = []
         self.pieces: dict[int, Piece] = {}
         self.owners: dict[int, tuple[weakref.ref[Session], str]] = {}  # id(parameter) -> its session, its planned name
@@ -261,9 +263,12 @@ class Domain:
     def step_done(self) -> None:
         """The optimizer has stepped: the step's runs are known, and so is what they measured."""
         self.gauge.step_done()
+        self.timeline.step_done()
         if self.timeline.changed or self.gauge.news:
             self.timeline.changed = False
             self._stale = True
+        elif not self._stale and self.plan is not None and not self.plan.nothing_to_offload:
+            self.addresses.step_done()
 
     # ---- planning -----------------------------------------------------------------------------------------------------
 
@@ -332,6 +337,7 @@ class Domain:
         self._saved = planned_saved(plan)
         self._firsts = {label: first for label, first, _ in program.graphs}
         self._variants = {}
+        self.addresses.restart()
         self._stale = False
         for session in sessions:
             session.apply(plan)
@@ -361,6 +367,28 @@ class Domain:
         if session is None or self.plan.homes.get(f"grad:{owner[1]}") != "nvme":
             return 0
         return session.store_handle
+
+    def predicted_step(self) -> tuple[int, int]:
+        """Bytes read and written by a step as the last one ran: episodes count as often as they were repeated."""
+        if self.plan is None:
+            return 0, 0
+        times: dict[str, int] = {}
+        for key, label in self._labels.items():
+            times[label] = max(1, self.timeline.last_step.get(key, 0)) if key.phase != "inference" else self.timeline.last_step.get(key, 0)
+        read = written = 0
+        for event in self.plan.events:
+            n = times.get(event.graph, 1)
+            if event.op in ("prefetch",):
+                read += n * event.nbytes
+            elif event.op == "offload":
+                written += n * event.nbytes
+            elif event.op == "reduce_grad":
+                written += n * event.nbytes
+                read += (n - 1) * event.nbytes  # each further micro-batch adds to what is there
+        reads, writes = self.plan.predicted.bytes_read, self.plan.predicted.bytes_written
+        once_read = sum(e.nbytes for e in self.plan.events if e.op == "prefetch")
+        once_written = sum(e.nbytes for e in self.plan.events if e.op in ("offload", "reduce_grad"))
+        return read + reads - once_read, written + writes - once_written
 
     # ---- variants -----------------------------------------------------------------------------------------------------
 

@@ -194,7 +194,7 @@ def _describe(val: torch.Tensor, origin: tuple[str, Any]) -> LocalBuffer:
 
 
 def _target_name(node: fx.Node) -> str:
-    return str(node.target) if not callable(node.target) or isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "__name__", str(node.target))
+    return str(node.target) if not callable(node.target) or isinstance(node.target, _torch.OpOverload) else getattr(node.target, "__name__", str(node.target))
 
 
 def _block_name(node: fx.Node) -> str:

@@ -19,8 +19,8 @@ def render_report(plan: Plan | None, stats: Mapping[str, int | float], runs: lis
         lines += [
             f"{'':24}{'predicted':>14}{'measured':>14}   budget {budget}",
             f"{'tensor peak':24}{format_bytes(p.peak_device + int(stats['planned_held'])):>14}{format_bytes(int(stats['step_peak'])):>14}",
-            f"{'read a step':24}{format_bytes(p.bytes_read):>14}{format_bytes(int(stats['step_bytes_read'])):>14}",
-            f"{'written a step':24}{format_bytes(p.bytes_written):>14}{format_bytes(int(stats['step_bytes_written'])):>14}",
+            f"{'read a step':24}{format_bytes(int(stats['predicted_bytes_read'])):>14}{format_bytes(int(stats['step_bytes_read'])):>14}",
+            f"{'written a step':24}{format_bytes(int(stats['predicted_bytes_written'])):>14}{format_bytes(int(stats['step_bytes_written'])):>14}",
             f"{'seconds a step':24}{p.seconds:>14.3f}{float(stats['step_seconds']):>14.3f}",
         ]
     lines.append(

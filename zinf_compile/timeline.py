@@ -34,6 +34,8 @@ class Timeline:
         self._runs: list[RunKey] = []
         self._open: list[RunKey] = []
         self.changed = False
+        self.last_step: dict[RunKey, int] = {}  # how often each run took place in the latest whole step
+        self._this_step: dict[RunKey, int] = {}
 
     @property
     def open_forwards(self) -> int:
@@ -53,7 +55,11 @@ class Timeline:
                     return RunKey(piece, phase, masters, forward.occurrence)
         return RunKey(piece, phase, masters, 0)
 
+    def step_done(self) -> None:
+        self.last_step, self._this_step = self._this_step, {}
+
     def record(self, key: RunKey) -> None:
+        self._this_step[key] = self._this_step.get(key, 0) + 1
         self._runs.append(key)
         if key.phase == "forward":
             self._open.append(key)

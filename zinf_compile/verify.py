@@ -73,8 +73,10 @@ def verify_standalone(plan: Plan) -> None:
         if p.buffer.startswith("workspace:"):
             spaces[p.birth] = p.nbytes
         elif p.tier == "device" and not p.buffer.startswith("staging:"):
-            for event in (p.birth, p.death):
-                at.setdefault(event, []).append(p.buffer)
+            at.setdefault(p.birth, []).append(p.buffer)
+            fetched = 0 <= p.birth < len(plan.events) and plan.events[p.birth].op == "prefetch"
+            if fetched or plan.homes.get(p.buffer) != "nvme":  # else a write may hold the bytes after their last use
+                at.setdefault(p.death, []).append(p.buffer)
     handed: dict[int, list[str]] = {}
     for e in plan.events:
         if e.op == "reduce_grad":
@@ -275,7 +277,7 @@ class _Checker:
             elif e.op in ("gather", "reload"):
                 if (e.op == "gather") != (kind == "param"):
                     _refuse(5, f"event {e.id}: {e.op} of {kind} {name!r}")
-                if state[name] == "here" and e.op == "gather" and not e.after and run_of[e.id] != run_of[last[name].id]:
+                if state[name] == "here" and e.op == "gather" and run_of[e.id] != run_of[last[name].id]:
                     last[name] = e  # a held copy, picked up by another graph
                     continue
                 if state[name] != "coming":

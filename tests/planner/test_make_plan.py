@@ -147,6 +147,14 @@ def test_small_tensors_stay_and_memory_goes_where_it_saves_most() -> None:
     assert ups == list(range(len(ups)))
 
 
+@pytest.mark.parametrize("mib", [7, 8, 9, 10, 12, 16, 20, 28])
+def test_a_transformer_at_many_budgets(mib: int) -> None:
+    program = transformer()
+    plan = make_plan(program, CLUSTER, mib * 2**20)
+    verify_plan(plan, program)
+    assert plan.predicted.peak_device <= mib * 2**20 and not plan.nothing_to_offload
+
+
 def test_prefetch_hides_reads_behind_compute() -> None:
     """One slow op before each use: with room for two copies, every read but the first of a graph is hidden."""
     program = transformer(layers=8, seconds=0.1)
