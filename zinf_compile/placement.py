@@ -25,7 +25,7 @@ class AddressPlanner:
     def restart(self) -> None:
         """Graphs have changed: forget the addresses and record again."""
         for instance in self._instances:
-            self._arena.clear_plan(instance)
+            self._arena.raw["plan_clear"](instance)  # gone already where the allocator was uninstalled meanwhile
         if self._recording:
             self._arena.raw["record"](0)
         self._instances, self._recording, self.done = [], False, False

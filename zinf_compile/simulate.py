@@ -30,7 +30,10 @@ class Simulation:
 
 def simulate(plan: Plan) -> Simulation:
     """Runs the plan's step once, from an idle machine. ValueError where an event waits for one that comes later."""
-    start, end, stalls, work = [], [], {}, {}
+    start: list[float] = []
+    end: list[float] = []
+    stalls: dict[int, float] = {}
+    work: dict[str, float] = {}
     stream_free: dict[str, float] = {}
     for position, event in enumerate(plan.events):
         causes = (*event.after, event.launch_at) if event.launch_at >= 0 else event.after

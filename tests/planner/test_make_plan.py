@@ -32,7 +32,7 @@ def ample(program: Program) -> int:
     return sum(b.nbytes + 4096 for b in program.buffers.values()) + sum(op.workspace + 4096 for op in program.ops)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SEEDS, st.floats(0, 1.1))
 def test_every_plan_verifies_and_keeps_its_promises(seed: int, share: float) -> None:
     program = random_program(seed)
@@ -47,7 +47,7 @@ def test_every_plan_verifies_and_keeps_its_promises(seed: int, share: float) -> 
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SEEDS, st.integers(0, 10**6))
 def test_minimum_is_exact(seed: int, held: int) -> None:
     program = random_program(seed)
@@ -58,7 +58,7 @@ def test_minimum_is_exact(seed: int, held: int) -> None:
     assert refused.value.minimum == least
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SEEDS, st.lists(st.floats(0, 1), min_size=2, max_size=5))
 def test_more_budget_never_fails_and_is_hardly_ever_slower(seed: int, shares: list[float]) -> None:
     program = random_program(seed)
@@ -71,7 +71,7 @@ def test_more_budget_never_fails_and_is_hardly_ever_slower(seed: int, shares: li
         assert more <= less * 1.05 + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SEEDS)
 def test_nothing_leaves_when_everything_fits(seed: int) -> None:
     program = random_program(seed)

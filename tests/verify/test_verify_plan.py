@@ -137,10 +137,11 @@ def test_5_consumers_wait() -> None:
 
 
 def test_6_bytes_are_shared_by_nobody_at_once() -> None:
-    residents = [
-        k for k, p in enumerate(PLAN.placements) if p.tier == "device" and p.birth == -1 and p.nbytes >= 4096
-    ]  # fmt: skip
-    a, b = residents[:2]
+    large = [k for k, p in enumerate(PLAN.placements) if p.tier == "device" and p.nbytes >= 4096 and p.birth >= 0]
+    a, b = next(
+        (a, b) for a in large for b in large
+        if PLAN.placements[a].birth < PLAN.placements[b].birth <= PLAN.placements[a].death
+    )  # fmt: skip
     assert "share bytes" in refused(with_placement(PLAN, b, offset=PLAN.placements[a].offset), 6)
 
 

@@ -86,7 +86,7 @@ class Model:
         self.movable: list[str] = []  # params, grads and states that may live on disk
         self.saved: dict[str, Saved] = {}
         self.fixed: list[tuple[str, int, int]] = []  # (buffer, first, last position); the whole step for residents
-        for name, buffer in self.program.buffers.items():
+        for buffer in self.program.buffers.values():
             self._check_pin(buffer)
             if buffer.kind in HOMED:
                 self._classify_homed(buffer)
