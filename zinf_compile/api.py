@@ -56,6 +56,7 @@ def compile_model(
     """
     if not isinstance(model, nn.Module):
         raise Unsupported(f"zinf_compile takes an nn.Module, not {type(model).__name__}: pass the module itself")
+    show_progress()
     budget = _budget(mem_budget)
     devices = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
     if devices:
@@ -70,6 +71,7 @@ def compile_model(
     try:
         if optimizer is not None:
             session.adopt(AdoptedOptimizer(optimizer, session))
+        session.make_room()
         capture.install(model, session, session.before_call, session.after_call)
         if example_inputs is not None:
             session.plan_with(example_inputs)
@@ -77,6 +79,15 @@ def compile_model(
         session.close()
         raise
     return model
+
+
+def show_progress() -> None:
+    """Let progress lines reach the terminal of a program that has not set up logging."""
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def _budget(mem_budget: int | str | MemBudget | None) -> int:

@@ -8,6 +8,7 @@ their homes and every graph gets a variant rewritten for the plan.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import weakref
@@ -309,7 +310,7 @@ class Domain:
             params.update(session.param_infos())
         return params
 
-    def _replan(self) -> None:
+    def _replan(self, collected: bool = False) -> None:
         """Make, judge and apply a plan for everything known. Raises BudgetTooSmall with nothing computed or lost."""
         start = time.perf_counter()
         sessions = self.live_sessions()
@@ -325,6 +326,9 @@ class Domain:
         except BudgetTooSmall as error:
             if not any(s.graph_runs for s in sessions):
                 self._stale = True
+                if not collected and gc.collect() and self.held() < held:
+                    self._replan(collected=True)  # garbage is no reason to refuse
+                    return
                 # What user code holds differs by a little from run to run: ask for a grain more than was needed here.
                 raise with_margin(error, HELD_GRAIN) from None
             # Training has begun, and something outside the plan (a stock optimizer's states) has taken the room since: go on

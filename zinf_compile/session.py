@@ -32,6 +32,8 @@ logger = logging.getLogger("zinf_compile")
 
 # A store is reserved in full when it is made; what comes later (a larger batch, a second forward) grows it.
 RESERVE_SLACK = 1.05
+# A parameter of less than a page is not worth a block.
+MIN_MOVE = 4096
 
 
 class PlannedOnly(Exception):
@@ -217,6 +219,34 @@ class Session:
     def after_call(self) -> None:
         if self.graph_runs == self._runs_before:
             self.plain_calls += 1
+            if self.plain_calls == 1:
+                logger.warning(
+                    "zinf_compile: a call ran no planned graph, because Dynamo could not trace it (TORCH_LOGS=graph_breaks says "
+                    "why): it ran in eager on the masters. Values are right; the budget is kept by dropping mapped pages and by "
+                    "spilling, which is slower"
+                )
+
+    def make_room(self) -> None:
+        """Move masters to disk ahead of any plan when the parameters, their gradients and states cannot all stay: what no
+        graph captures then starts from there, and the first plan brings back what it wants in RAM."""
+        trainable = {id(p) for p in self._params.values() if p.requires_grad}
+        needed = 0
+        for param in self._params.values():
+            nbytes = param.numel() * param.element_size()
+            states = planned_states(self._adopted.optimizer, param) if self._adopted is not None else ()
+            extra = nbytes + (sum(n for _, n in states) if states else 2 * nbytes)
+            needed += nbytes + (extra if id(param) in trainable else 0)
+        if needed <= self.budget:
+            return
+        infos = self.param_infos()
+        movable = [p for n, p in self._params.items() if infos[self._prefix + n].movable and infos[self._prefix + n].nbytes >= MIN_MOVE]
+        if movable:
+            self._ensure_store(sum(-(-p.numel() * p.element_size() // 4096) * 4096 for p in movable))
+            assert self._store is not None
+            for param in movable:
+                self.masters.to_disk(param, self._store)
+            give_back_free_memory()
+            self.domain.native.zinf_trimmer(self.domain.mapped_allowance)
 
     def param_infos(self) -> dict[str, ParamInfo]:
         """Every parameter under its planned name."""

@@ -246,6 +246,22 @@ def run_scenario(case: ModuleType, job: Job) -> dict[str, Any]:
     return {**run, "files_before": present}
 
 
+def freeze(run: dict[str, Any]) -> dict[str, Any]:
+    """The run with its tensors as bytes: kept as tensors they would count as the next run's own memory."""
+    if "result" in run:
+        buffer = io.BytesIO()
+        torch.save(run["result"], buffer)
+        run["result"] = buffer.getvalue()
+    gc.collect()
+    return run
+
+
+def thaw(run: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(run.get("result"), bytes):
+        run["result"] = torch.load(io.BytesIO(run["result"]), weights_only=False)
+    return run
+
+
 def wrap_from_env(model: nn.Module) -> nn.Module:
     """For cases that start processes of their own and wrap with the callable named in CASE_WRAP."""
     return Session(int(os.environ["CASE_BUDGET"]), os.environ["CASE_STORE"], False).wrap(model)
@@ -266,7 +282,7 @@ def main(job: Job) -> dict[str, Any]:
         if budget == "half":
             minimum = runs[0]["budget"] if runs else run_zinf(case, "min", job)["budget"]
             budget = max(minimum, (minimum + job.peak) // 2)
-        runs.append(run_zinf(case, budget, job))
+        runs.append(freeze(run_zinf(case, budget, job)))
     return {"runs": runs}
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from .child import Job, load
+from .child import Job, load, thaw
 from .compare import CLOSE, SAME, compare
 
 HERE = Path(__file__).resolve().parent
@@ -84,7 +84,9 @@ def run_child(job: Job) -> dict[str, Any]:
         raise ChildFailed(f"no answer after {TIMEOUT} s: {(error.stderr or b'').decode(errors='replace')[-1500:]}") from None
     if done.returncode != 0 or not done.stdout:
         raise ChildFailed(f"exit status {done.returncode}: {done.stderr.decode(errors='replace')[-3000:]}")
-    return torch.load(io.BytesIO(done.stdout), weights_only=False)
+    answer = torch.load(io.BytesIO(done.stdout), weights_only=False)
+    answer["runs"] = [thaw(run) for run in answer["runs"]]
+    return answer
 
 
 def judge(name: str, run: dict[str, Any], reference: Any, peak: int, tol: float) -> Row:
