@@ -30,6 +30,10 @@ def is_movable(param: torch.Tensor) -> bool:
     )
 
 
+def _address(param: torch.Tensor) -> int:
+    return param.data_ptr() if param.layout == torch.strided else 0
+
+
 class Masters:
     """Where the parameters of one model live. Thread-unsafe: used between graph runs only."""
 
@@ -40,12 +44,12 @@ class Masters:
         self._address: dict[int, int] = {}  # id(param) -> address when last seen
 
     def on_disk(self, param: torch.Tensor) -> bool:
-        return param.numel() > 0 and self.native.zinf_block_bytes(ctypes.c_void_p(param.data_ptr())) >= 0
+        return param.layout == torch.strided and param.numel() > 0 and self.native.zinf_block_bytes(ctypes.c_void_p(param.data_ptr())) >= 0
 
     def watch(self, param: torch.Tensor) -> None:
         """Count a RAM master's bytes under the budget, if torch's stock allocator handed them out before ours was installed."""
         self.forget(param)
-        self._address[id(param)] = param.data_ptr()
+        self._address[id(param)] = _address(param)
         nbytes = param.untyped_storage().nbytes() if param.layout == torch.strided else 0
         if nbytes and not self.on_disk(param) and self.native.zinf_alloc_place(ctypes.c_void_p(param.data_ptr())) == -3:
             self._external[id(param)] = nbytes
@@ -59,7 +63,7 @@ class Masters:
 
     def moved(self, param: torch.Tensor) -> bool:
         """Whether user code has replaced its storage since we last looked (`p.data = new`, `.half()`, `assign=True`)."""
-        return self._address.get(id(param)) != param.data_ptr()
+        return self._address.get(id(param)) != _address(param)
 
     def ram_bytes(self, param: torch.Tensor) -> int:
         return 0 if param.layout != torch.strided or self.on_disk(param) else param.untyped_storage().nbytes()

@@ -66,7 +66,9 @@ def compile_options() -> dict[str, Any]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of a (fake) tensor's storage: equal for a base and all its views."""
+    """Identity of a (fake) tensor's storage: equal for a base and all its views. A sparse tensor is on its own."""
+    if tensor.layout != torch.strided:
+        return -id(tensor)
     return tensor.untyped_storage()._cdata
 
 

@@ -119,8 +119,8 @@ def tie_gradients(joint: fx.GraphModule, masters: dict[int, fx.Node]) -> None:
     for i, (node, desc) in enumerate(zip(outs, out.meta["desc"])):
         if isinstance(desc, _torch.GradAOTOutput) and isinstance(node, fx.Node):
             master = masters.get(getattr(desc.grad_of, "idx", -1))
-            if master is None:
-                continue
+            if master is None or node.meta["val"].layout != torch.strided:
+                continue  # a sparse gradient goes to autograd as it is
             with graph.inserting_before(out):
                 tied = graph.call_function(torch.ops.zinf.reduce_grad.default, (node, master))
             tied.meta.update(val=master.meta["val"], partitioner_tag="is_backward", desc=desc)

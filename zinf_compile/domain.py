@@ -51,7 +51,7 @@ BUCKETS_PER_OCTAVE = 4
 
 
 # Bytes of user code are planned in grains, so that a plan does not depend on a few tensors more or less.
-HELD_GRAIN = 64 << 10
+HELD_GRAIN = 16 << 10
 
 
 # The smallest block that is spilled: a file mapping of its own is not worth it for less, unless the budget is tiny.

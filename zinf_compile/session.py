@@ -193,7 +193,7 @@ class Session:
             (m._parameters, key, p, p.requires_grad)
             for m in module.modules()
             for key, p in m._parameters.items()
-            if p is not None
+            if p is not None and not isinstance(p, lazy)
         ]
         changed = changed or [s[3] for s in slots] != [s[3] for s in self._slots]
         self._params, self._slots = params, slots

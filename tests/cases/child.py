@@ -47,6 +47,7 @@ class Job:
     scenario: int | None = None
     peak: int = 0
     adopt: bool = False
+    minimum: int = 0  # the smallest budget, where it is known already
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -276,11 +277,13 @@ def main(job: Job) -> dict[str, Any]:
             return {"runs": [{"budget": None, "result": train(case, lambda m: m)}], "peak": profiled_peak(case)}
     if job.scenario is not None:
         return {"runs": [run_scenario(case, job)]}
-    os.environ.update(CASE_WRAP="tests.cases.child:wrap_from_env", CASE_STORE=job.store, CASE_BUDGET=str(job.peak * 3 // 4))
+    root = str(Path(__file__).resolve().parent.parent.parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    os.environ.update(PYTHONPATH=path, CASE_WRAP="tests.cases.child:wrap_from_env", CASE_STORE=job.store, CASE_BUDGET=str(job.peak * 3 // 4))
     runs: list[dict[str, Any]] = []
     for budget in job.budgets:
         if budget == "half":
-            minimum = runs[0]["budget"] if runs else run_zinf(case, "min", job)["budget"]
+            minimum = job.minimum or run_zinf(case, "min", job)["budget"]
             budget = max(minimum, (minimum + job.peak) // 2)
         runs.append(freeze(run_zinf(case, budget, job)))
     return {"runs": runs}

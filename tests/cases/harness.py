@@ -161,20 +161,23 @@ class CaseRunner:
         return self._plain["runs"][0]["result"], self._plain["peak"]
 
     def runs(self, budgets: Sequence[Any]) -> list[Row]:
-        """One row a budget. All budgets of a case share a child process, one after the other."""
-        try:
-            reference, peak = self.plain()
-            tol = getattr(load(self.path), "TOL", 1e-5)
-            with tempfile.TemporaryDirectory() as store:
-                answer = run_child(Job(str(self.path), "zinf", store, list(budgets), peak=peak, adopt=self.adopt))
-                left = sorted(os.listdir(store))
-        except ChildFailed as error:
-            return [Row(self.name, str(b), "wrong", note=str(error)) for b in budgets]
-        rows = []
-        for budget, run in zip(budgets, answer["runs"]):
+        """One row a budget, each in a child process of its own: what one run leaves behind is no other run's memory."""
+        rows: list[Row] = []
+        minimum = 0
+        for budget in budgets:
+            try:
+                reference, peak = self.plain()
+                tol = getattr(load(self.path), "TOL", 1e-5)
+                with tempfile.TemporaryDirectory() as store:
+                    job = Job(str(self.path), "zinf", store, [budget], peak=peak, adopt=self.adopt, minimum=minimum)
+                    run = run_child(job)["runs"][0]
+                    left = sorted(os.listdir(store))
+            except ChildFailed as error:
+                rows.append(Row(self.name, str(budget), "wrong", note=str(error)))
+                continue
+            minimum = run["budget"] if budget == "min" else minimum
             row = judge(self.name, run, reference, peak, tol)
-            row.run = str(budget)
-            row.minimum = answer["runs"][0]["budget"] if budgets[0] == "min" else None
+            row.run, row.minimum = str(budget), minimum or None
             if left and row.status != "wrong":
                 row.status, row.note = "wrong", f"left in the store directory after exit: {left}"
             rows.append(row)
