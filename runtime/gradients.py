@@ -16,16 +16,26 @@ from .._torch import grad_observed, grad_wanted
 
 
 class Gradients:
-    """Registers the kernel once a process; `home_of(master)` gives the store handle for a gradient homed on disk, else 0."""
+    """Registers the kernel once a process. `master_of(tensor)`: the parameter that a graph argument stands for, None for a
+    stranger's; `home_of(master)`: the store handle for a gradient that is homed on disk, else 0."""
 
-    def __init__(self, home_of: Callable[[torch.Tensor], int], native: ctypes.CDLL) -> None:
+    def __init__(
+        self,
+        master_of: Callable[[torch.Tensor], torch.Tensor | None],
+        home_of: Callable[[torch.Tensor], int],
+        native: ctypes.CDLL,
+    ) -> None:
+        self._master_of = master_of
         self._home_of = home_of
         self._native = native
         self._library = torch.library.Library("zinf", "IMPL")
         self._library.impl("reduce_grad", self.reduce, "CPU")
 
-    def reduce(self, grad: torch.Tensor, master: torch.Tensor) -> torch.Tensor | None:
-        """grad: any layout and stride, shape of master. Returns a tensor of the gradient's values, or None."""
+    def reduce(self, grad: torch.Tensor, argument: torch.Tensor) -> torch.Tensor | None:
+        """grad: any layout and stride, shape of the master. Returns a tensor of the gradient's values, or None."""
+        master = self._master_of(argument)
+        if master is None or not master.is_leaf or not master.requires_grad:
+            return grad  # not ours to hand over: autograd takes it as it is
         wanted = grad_wanted(master)
         if wanted is False:
             return None

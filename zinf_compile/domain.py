@@ -88,7 +88,7 @@ class Domain:
         self.native = load()
         self.arena = Arena()
         self.executor = Executor(self.native)
-        self.gradients = Gradients(self._grad_store, self.native)
+        self.gradients = Gradients(self.master_of, self._grad_store, self.native)
         self.timeline = Timeline()
         self.gauge = Gauge(self.arena, self.io)
         self.addresses = AddressPlanner(self.arena)
@@ -236,11 +236,24 @@ class Domain:
         return tuple(mine.get(k, "") for k in range(len(piece.masters)))
 
     def _name_of(self, param: Any, session: Session) -> str:
-        owner = self.owners.get(id(param))
-        if owner is None:
+        master = self.master_of(param)
+        if master is None:
             session.refresh()
-            owner = self.owners.get(id(param))
-        return owner[1] if owner is not None else session.stranger(param)
+            master = self.master_of(param)
+        return self.owners[id(master)][1] if master is not None else session.stranger(param)
+
+    def master_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The registered parameter that a graph argument is, or aliases (saved-tensor hooks hand back another object)."""
+        if id(tensor) in self.owners:
+            return tensor
+        if tensor.layout != torch.strided or not tensor.numel():
+            return None
+        address = tensor.data_ptr()
+        for session in self.live_sessions():
+            for param in session.parameters():
+                if param.data_ptr() == address and param.shape == tensor.shape:
+                    return param
+        return None
 
     def _grow_sizes(self, piece: Piece, values: dict[sympy.Symbol, int]) -> None:
         for symbol, value in values.items():
@@ -324,15 +337,18 @@ class Domain:
         try:
             plan = make_plan(program, self._cluster(), self.budget, held=held)
         except BudgetTooSmall as error:
-            if not any(s.graph_runs for s in sessions):
+            if not collected and gc.collect() and self.held() < held:
+                self._replan(collected=True)  # garbage is no reason to refuse
+                return
+            begun = any(s.graph_runs for s in sessions)
+            strict = any(s.strict for s in sessions)
+            if (error.minimum - held > self.budget or strict) and not begun:
                 self._stale = True
-                if not collected and gc.collect() and self.held() < held:
-                    self._replan(collected=True)  # garbage is no reason to refuse
-                    return
                 # What user code holds differs by a little from run to run: ask for a grain more than was needed here.
                 raise with_margin(error, HELD_GRAIN) from None
-            # Training has begun, and something outside the plan (a stock optimizer's states) has taken the room since: go on
-            # with the leanest plan; the allocator spills what would pass the budget, and the report says so.
+            # The step alone would fit, but something outside the plan has taken the room (a stock optimizer's states, the
+            # user's own tensors): go on with the leanest plan; the allocator spills what would pass the budget, and the
+            # report says so.
             plan = make_plan(program, self._cluster(), error.minimum, held=held)
         verify_plan(plan, program)
         self.plan, self.program, self._names, self.planned_held = plan, program, names, held

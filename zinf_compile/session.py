@@ -202,6 +202,10 @@ class Session:
             self.domain.own(self, ((self._prefix + n, p) for n, p in params.items()))
             self.domain.invalidate()
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those with a storage of their own."""
+        return (p for p in self._params.values() if p.layout == torch.strided and p.numel())
+
     def stranger(self, param: Any) -> str:
         """A planned name for a master that is not this module's (`functional_call` with other parameters)."""
         return self._strangers.setdefault(id(param), f"{self._prefix}stranger{len(self._strangers)}")
