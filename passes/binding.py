@@ -80,7 +80,7 @@ def _before(a: fx.Node, b: fx.Node) -> bool:
 
 def reads_data(node: fx.Node, place: fx.Node) -> bool:
     """Whether `node` computes with the master's values (and does not write into the master itself)."""
-    if node.op != "call_function" or EVENT_KEY in node.meta:
+    if node.op != "call_function" or EVENT_KEY in node.meta or node.meta.get("zinf_returned_view"):
         return False
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:

@@ -21,6 +21,10 @@ from . import _torch
 logger = logging.getLogger("zinf_compile")
 
 
+# Marks views of inputs that a graph returns: they look at the input, whatever its readers compute with.
+RETURNED_VIEW = "zinf_returned_view"
+
+
 @dataclass
 class GraphSide:
     """One FX graph of a captured piece, normalised: masters known, chains of views next to their readers.
@@ -277,6 +281,8 @@ def sink_views(gm: fx.GraphModule, masters: set[fx.Node]) -> None:
     for node in reversed(list(views)):
         if not node.users:
             graph.erase_node(node)
+        else:
+            node.meta[RETURNED_VIEW] = True  # it is an output: a view of the master itself, never of a working copy
     graph.lint()
     gm.recompile()
 

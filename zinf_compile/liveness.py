@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from . import _torch
-from .capture import GraphSide, fills_storage
+from .capture import RETURNED_VIEW, GraphSide, fills_storage
 from .cost import Work, is_view, work_of
 from .program import Buffer, Op, Program
 
@@ -137,6 +137,8 @@ def analyse(side: GraphSide) -> GraphFacts:
             else:
                 buffer.returned = True
     for node, (reads, writes) in zip(nodes, touched):
+        if node.meta.get(RETURNED_VIEW):
+            reads -= {b for b in reads if buffers[b].origin[0] == "master"}
         finished = {b for b in reads if buffers[b].grads} if is_view(node) else set()
         reads -= finished  # the views that finish a gradient complete it: it is handed over behind them
         writes |= finished
