@@ -112,11 +112,15 @@ extern "C" {
 const char* zinf_alloc_last_error(void) { return last_error.c_str(); }
 int64_t zinf_alloc_page(void) { return kPage; }
 
-int64_t zinf_alloc_install(void) {
-  State& s = state();
+void zinf_alloc_fork_handlers(void) {
   static const int registered =
       pthread_atfork([] { state().mutex.lock(); }, [] { state().mutex.unlock(); }, after_fork_in_child);
   (void)registered;
+}
+
+int64_t zinf_alloc_install(void) {
+  State& s = state();
+  zinf_alloc_fork_handlers();
   Lock lock(s.mutex);
   if (s.installs++ == 0) {
     s.previous = c10::GetCPUAllocator();
@@ -134,6 +138,7 @@ int64_t zinf_alloc_uninstall(void) {
   s.n.limit = s.n.strict = s.n.over_limit = 0;
   s.spill.reset();
   s.recording = false;
+  s.account(-std::exchange(s.n.external, 0));  // who counted them is gone; the next user starts from nothing
   s.plans.clear();
   s.retire_region();
   s.trim(kLargest);

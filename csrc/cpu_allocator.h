@@ -9,7 +9,8 @@ const char* zinf_alloc_last_error(void);
 
 // ---- installation: counted, so two models can share it --------------------------------------------------------------
 int64_t zinf_alloc_install(void);    // makes it torch's CPU allocator; returns the number of installations
-int64_t zinf_alloc_uninstall(void);  // the last one restores the allocator before it; live blocks stay valid
+int64_t zinf_alloc_uninstall(void);  // the last one restores the allocator before it; live blocks stay valid; external is 0
+void zinf_alloc_fork_handlers(void);  // once, before whatever frees tensors while its own fork handler waits (the engine)
 int64_t zinf_alloc_page(void);       // unit to which blocks of at least 16 KiB are rounded and aligned
 
 // ---- the limit: live + retained + external stays under it -----------------------------------------------------------

@@ -29,6 +29,7 @@
 
 #include "cpu_allocator.h"
 #include "intervals.h"
+#include "trimmer.h"
 
 namespace zinf::alloc {
 
@@ -258,6 +259,7 @@ struct State {
     n.spilled += block.nbytes;
     n.spilled_peak = std::max(n.spilled_peak, n.spilled);
     n.spills++;
+    trimmer_spilled(n.spilled, n.limit, zinf_alloc_spill_drop);
     return p;
   }
 
@@ -329,6 +331,7 @@ struct State {
     if (!b.segment) {
       b.file->free.give(b.offset, b.nbytes);
       n.spilled -= b.nbytes;
+      trimmer_spilled(n.spilled, n.limit, zinf_alloc_spill_drop);
       return;
     }
     Segment& s = *b.segment;

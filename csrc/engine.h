@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "trimmer.h"
 #include "zinf.h"
 
 extern "C" {
@@ -160,6 +161,5 @@ class Engine {
 Engine& engine();  // made at the first call, never destroyed: its threads may outlive main()
 
 void barrier_forget(Block& block);
-void trimmer_notify();  // a block has appeared
 
 }  // namespace zinf

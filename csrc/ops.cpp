@@ -22,6 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "cpu_allocator.h"
 #include "engine.h"
 
 namespace {
@@ -191,7 +192,8 @@ Tensor find_or_read(void* block, const Tensor& t, int64_t* wait_for) {
   return made;
 }
 
-Tensor gather(const Tensor& master, int64_t) {
+// keep: the engine holds a reference until `release`.
+Tensor complete_copy(const Tensor& master, bool keep) {
   void* block = block_of_tensor(master);
   if (!block) return master;
   int64_t ticket = 0;
@@ -212,12 +214,21 @@ Tensor gather(const Tensor& master, int64_t) {
     throw std::runtime_error("zinf: " + why);
   }
   if (ours) {
-    copies.block_of[copy.data_ptr()] = block;
-    copies.held.insert_or_assign(block, std::move(it->second));
+    if (keep) {
+      copies.block_of[copy.data_ptr()] = block;
+      copies.held.insert_or_assign(block, std::move(it->second));
+    } else {
+      trash.push_back(std::move(it->second));
+    }
     copies.reading.erase(it);
   }
   return copy;
 }
+
+Tensor gather(const Tensor& master, int64_t) { return complete_copy(master, true); }
+
+// An activation comes back for its readers in one graph: its copy lives as long as their value does.
+Tensor reload(const Tensor& saved, int64_t) { return complete_copy(saved, false); }
 
 void prefetch(const Tensor& master) {
   int64_t ticket = 0;
@@ -365,7 +376,10 @@ void accumulate(const Tensor& home, const Tensor& grad) {
 }
 
 [[maybe_unused]] const bool hooks_installed = [] {
-  (void)zinf::engine();  // registers its fork handlers first: before a fork ours run first, table before engine
+  // Before a fork handlers run in reverse order: ours (the table), then the engine's, which waits for threads that may be
+  // freeing a tensor, then the allocator's.
+  zinf_alloc_fork_handlers();
+  (void)zinf::engine();
   pthread_atfork(Copies::lock_for_fork, Copies::unlock_in_parent, Copies::unlock_in_child);
   zinf_set_block_free_hook(on_block_free);
   return true;
@@ -433,7 +447,7 @@ STABLE_TORCH_LIBRARY_IMPL(zinf, CPU, m) {
   m.impl("gather", TORCH_BOX(&gather));
   m.impl("release", TORCH_BOX(&release));
   m.impl("offload", TORCH_BOX(&offload));
-  m.impl("reload", TORCH_BOX(&gather));
+  m.impl("reload", TORCH_BOX(&reload));
   m.impl("store_copy", TORCH_BOX(&store_copy));
   m.impl("accumulate", TORCH_BOX(&accumulate));
 }

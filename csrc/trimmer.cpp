@@ -1,14 +1,18 @@
-// Page trimmer: user code that walks over mapped tensors brings their pages into this process, where they count as its
-// memory. A thread looks at the resident file pages every 2 ms, while there are blocks, and drops the blocks' pages when
-// the growth passes the allowance. Contents are safe: the page cache and the file have them; the next access maps them again.
+// Page trimmer: code that walks over mapped memory (blocks of a store, tensors that the CPU allocator has spilled) brings
+// its pages into this process, where they count as its memory. A thread looks at the resident file pages every 2 ms, while
+// there is such memory, and drops its pages when the growth passes the allowance. Contents are safe: the page cache and the
+// file have them; the next access maps them again. There is no thread before it is first needed; afterwards it sleeps
+// until it is needed again. A forked child has none: the thread stays with the parent.
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <system_error>
 #include <thread>
 
 #include "engine.h"
@@ -16,12 +20,18 @@
 namespace zinf {
 namespace {
 
+constexpr int64_t kLeast = 1 << 20, kMost = 16 << 20;  // of an allowance that nobody has set
+
 struct Trimmer {
   std::mutex mutex;
   std::condition_variable changed;
-  std::atomic<int64_t> allowance{-1};  // bytes; < 0: off
+  std::atomic<int64_t> allowance{-1};  // bytes, as set; < 0: only spilled memory is trimmed, at an allowance of its own
+  std::atomic<int64_t> spilled{0}, spill_allowance{kLeast};
+  std::atomic<int64_t (*)(void)> drop_spilled{nullptr};
   std::atomic<int64_t> drops{0};
+  // Guarded by `mutex`:
   bool started = false;
+  bool news = false;  // something has changed since the thread last looked
 
   // Bytes of file and shared pages that this process has resident, -1 if unknown.
   static int64_t resident_shared(int fd) {
@@ -39,7 +49,13 @@ struct Trimmer {
     return !engine().blocks.empty();
   }
 
-  static void drop_all() {
+  // The allowance in force, < 0 while there is nothing to trim.
+  int64_t in_force() const {
+    if (allowance >= 0) return spilled > 0 || any_block() ? allowance.load() : -1;
+    return spilled > 0 ? spill_allowance.load() : -1;
+  }
+
+  void drop_all() const {
     std::vector<std::shared_ptr<Block>> blocks;
     {
       std::lock_guard<std::mutex> lock(engine().mutex);
@@ -47,6 +63,7 @@ struct Trimmer {
       for (auto& [address, block] : engine().blocks) blocks.push_back(block);
     }
     for (auto& block : blocks) madvise(block->base, block->capacity, MADV_DONTNEED);
+    if (auto drop = drop_spilled.load(); drop && spilled > 0) drop();
   }
 
   void run() {
@@ -54,9 +71,11 @@ struct Trimmer {
     int fd = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
     int64_t baseline = -1;  // file pages that are not ours: libraries, data that the user maps
     for (;;) {
-      if (allowance < 0 || !any_block()) {
+      int64_t limit = in_force();
+      if (limit < 0) {
         std::unique_lock<std::mutex> lock(mutex);
-        changed.wait_for(lock, std::chrono::milliseconds(200));
+        changed.wait(lock, [&] { return news; });
+        news = false;
         baseline = -1;
         continue;
       }
@@ -64,13 +83,35 @@ struct Trimmer {
       int64_t now = resident_shared(fd);
       if (baseline < 0) baseline = now;
       if (now < baseline) baseline = now;
-      if (now >= 0 && now > baseline + allowance) {
+      if (now >= 0 && now > baseline + limit) {
         drop_all();
         ++drops;
         baseline = resident_shared(fd);  // what is left is not ours
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
+  }
+
+  // Starts the thread if there is something to trim and none yet, and makes it look again.
+  void wake() {
+    if (engine().forked_child) return;
+    bool needed = in_force() >= 0;  // may take the engine's lock: not under ours, which the allocator takes under its own
+    std::lock_guard<std::mutex> lock(mutex);
+    news = true;
+    if (started) {
+      changed.notify_all();
+      return;
+    }
+    if (!needed) return;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      std::thread([this] { run(); }).detach();
+      started = true;
+    } catch (const std::system_error&) {  // no thread to be had now: the next change tries again
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 };
 
@@ -81,27 +122,23 @@ Trimmer& trimmer() {
 
 }  // namespace
 
-void trimmer_notify() { trimmer().changed.notify_all(); }
+void trimmer_notify() { trimmer().wake(); }
+
+void trimmer_spilled(int64_t bytes, int64_t limit, int64_t (*drop)(void)) {
+  auto& t = trimmer();
+  bool more = bytes > t.spilled.exchange(bytes);
+  if (!more) return;
+  t.drop_spilled = drop;
+  t.spill_allowance = std::clamp(limit / 16, kLeast, kMost);
+  t.wake();
+}
 
 }  // namespace zinf
 
 extern "C" {
 int zinf_trimmer(int64_t allowance_bytes) {
-  auto& trimmer = zinf::trimmer();
-  if (zinf::engine().forked_child) return 0;
-  trimmer.allowance = allowance_bytes;
-  {
-    std::lock_guard<std::mutex> lock(trimmer.mutex);
-    if (!trimmer.started && allowance_bytes >= 0) {
-      trimmer.started = true;
-      sigset_t all, before;
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);
-      std::thread([&trimmer] { trimmer.run(); }).detach();
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    }
-  }
-  trimmer.changed.notify_all();
+  zinf::trimmer().allowance = allowance_bytes;
+  zinf::trimmer().wake();
   return 0;
 }
 

@@ -11,7 +11,8 @@ const char* zinf_last_error(void);
 // ---- stores: one preallocated file in a directory that the caller has made and locked -------------------------------
 int64_t zinf_store_open(const char* directory, int64_t reserve_bytes);  // handle > 0; reserves with fallocate, never sparse
 int zinf_store_grow(int64_t store, int64_t more_bytes);                 // reserve further room
-int zinf_store_close(int64_t store);        // waits for transfers, closes descriptors; mappings of live blocks stay valid
+int zinf_store_close(int64_t store);        // waits for transfers, closes descriptors; mappings of live blocks stay valid,
+                                            // and transfers of them are from then on copies through the mappings
 int zinf_store_direct(int64_t store);       // 1: O_DIRECT works and is coherent with the mapping here, 0: buffered
 int zinf_store_drain(int64_t store);        // waits until no write is in flight; reports the first write that failed
 int zinf_store_write_window(int64_t store, int64_t nbytes);  // a new write waits until in-flight + its size fit (0: synchronous)
@@ -32,8 +33,10 @@ int64_t zinf_write(void* block, int64_t offset, const void* src, int64_t nbytes,
 int zinf_wait(int64_t ticket);              // 0, or -1 with the transfer's error. Waits in slices and looks for signals.
 int zinf_poll(int64_t ticket);              // 1 finished, 0 not yet
 
-// ---- page trimmer: keeps pages of store mappings in this process under an allowance -------------------------------------
-int zinf_trimmer(int64_t allowance_bytes);  // starts or re-tunes the trimmer thread; < 0 stops it
+// ---- page trimmer: keeps pages of blocks and of spilled tensors in this process under an allowance ----------------------
+// < 0: blocks are left alone, and spilled tensors are kept under an allowance of their own (1/16 of the limit, 1 to 16 MiB).
+// The thread that does it starts when there is something to trim, and sleeps while there is nothing.
+int zinf_trimmer(int64_t allowance_bytes);
 
 // ---- signals: called about every 50 ms by whatever waits; a non-zero return interrupts the wait with an error -----------
 void zinf_set_interrupt_check(int (*check)(void));

@@ -156,7 +156,8 @@ class Arena:
         return self
 
     def release(self) -> None:
-        """Undo one `acquire`; the process's last one restores torch's allocator and drops limit, plans and region."""
+        """Undo one `acquire`; the process's last one restores torch's allocator, drops limit, plans and region, and sets
+        `external` to 0: bytes that were counted by hand are not carried over to the next user."""
         if self._acquired:
             self._acquired -= 1
             self.raw["uninstall"]()
@@ -243,8 +244,8 @@ class Arena:
         self._call("plan", instance, len(sizes), table(*sizes), table(*offsets))
 
     def clear_plan(self, instance: int) -> None:
-        """Forget the plan of `instance`; blocks it has placed stay where they are."""
-        self._call("plan_clear", instance)
+        """Forget the plan of `instance`, if it has one; blocks it has placed stay where they are."""
+        self.raw["plan_clear"](instance)  # -1: it had none
 
     def plan_counts(self, instance: int) -> tuple[int, int]:
         """(blocks handed their planned address, blocks that missed it) since the plan of `instance` was set."""

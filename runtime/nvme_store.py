@@ -69,9 +69,15 @@ class NvmeStore:
             logger.info("%s does not support O_DIRECT: transfers go through the page cache", self.base_dir)
 
     def new_tensor(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A contiguous CPU tensor over a new block, storage offset 0, contents unspecified; the block goes with its storage."""
+        """A contiguous CPU tensor over a new block, storage offset 0, contents unspecified; the block goes with its storage.
+
+        Where the reserved file is full it grows. Raises StoreError with the path and the bytes needed and free if it cannot.
+        """
         self._need_open()
-        return torch.ops.zinf.block_tensor(self.handle, list(shape), dtype)
+        try:
+            return torch.ops.zinf.block_tensor(self.handle, list(shape), dtype)
+        except RuntimeError as error:
+            raise StoreError(str(error).removeprefix("zinf: ")) from error
 
     def drain(self) -> None:
         """Wait until every write is on its way to the disk no more; raises StoreError for the first one that failed."""
@@ -99,7 +105,8 @@ class NvmeStore:
         return self.handle == 0
 
     def close(self) -> None:
-        """Wait for transfers, then remove the folder. Tensors over the store keep their contents until they are freed."""
+        """Wait for transfers, then remove the folder. Tensors over the store keep their contents until they are freed, and
+        ops go on working with them: a gather is then a copy through the mapping. New blocks are refused."""
         self.handle = 0
         self._shut()
 

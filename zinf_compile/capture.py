@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from . import _torch
+from .reinplace import reuse_dead_operands
 
 logger = logging.getLogger("zinf_compile")
 
@@ -92,6 +93,7 @@ def make_backend(session: Session) -> Callable[[fx.GraphModule, list[Any]], Call
 
         def compile_inference(graph: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
             sink_views(graph, set(master_placeholders(graph.graph).values()))
+            reuse_dead_operands(graph)
             placeholders = graph.graph.find_nodes(op="placeholder")
             known = {node: order[idx] for idx, node in master_placeholders(graph.graph).items()}
             side = GraphSide(
@@ -167,6 +169,8 @@ def split_sides(
             bw_known[node] = key_of[_key(node)]
     sink_views(backward, {n for n in backward.graph.find_nodes(op="placeholder") if _key(n) is not None})
     hoist_gradient_views(backward, [bw_outs[i] for i in grads])
+    reuse_dead_operands(forward)
+    reuse_dead_operands(backward)
     fw_places = forward.graph.find_nodes(op="placeholder")
     bw_places = backward.graph.find_nodes(op="placeholder")
     fw_known = {node: order[idx] for idx, node in fw_masters.items()}
@@ -233,6 +237,7 @@ def save_bases_not_views(
             owners.setdefault(key, node)
     inputs = {key for n in forward.graph.find_nodes(op="placeholder") if (key := _key(n)) is not None}
     roots = masters | {node for key, node in owners.items() if key not in inputs}
+    filler = min(masters, key=lambda n: n.meta["val"].numel(), default=None)  # the caller holds it anyway
     base_place: dict[fx.Node, fx.Node] = {}  # owner -> the backward placeholder that receives it
     for i in range(num_outputs, len(outs)):
         node = outs[i]
@@ -253,12 +258,19 @@ def save_bases_not_views(
         with backward.graph.inserting_before(first):
             for step in chain:
                 copies[step] = backward.graph.node_copy(step, lambda n, c=copies: c.get(n, n))
+        if source is not place and filler is None:
+            continue
         for reader in readers:
             reader.replace_input_with(place, copies[node])
-        place.meta["val"] = base.meta["val"]
-        if base in masters:
-            place.meta["zinf_master"] = True
-        outs[i] = base
+        if source is place:
+            place.meta["val"] = base.meta["val"]
+            if base in masters:
+                place.meta["zinf_master"] = True
+            outs[i] = base
+        elif filler is not None:
+            # Saved once is enough: a second reference would keep the base alive to the end of the backward.
+            place.meta["val"] = filler.meta["val"]
+            outs[i] = filler
     out.args = (tuple(outs),)
     forward.graph.eliminate_dead_code()
     forward.recompile()

@@ -21,11 +21,10 @@ aten = torch.ops.aten
 # Temporaries that CPU kernels allocate beside their outputs, as a multiple of the bytes of one argument (its position).
 # Only kernels where it matters: everything else is learned from the first recorded step.
 _WORKSPACE: dict[Any, tuple[int, float]] = {
-    aten.embedding_dense_backward.default: (0, 1.0),
-    aten.native_layer_norm_backward.default: (0, 0.1),
-    aten.sort.default: (0, 3.0),
-    aten.index_put.default: (0, 1.0),
-    aten.convolution_backward.default: (1, 1.0),
+    aten.convolution.default: (0, 1.1),
+    aten.convolution_backward.default: (1, 2.3),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 0.3),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (0, 0.3),
 }
 
 

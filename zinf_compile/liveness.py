@@ -111,7 +111,8 @@ def analyse(side: GraphSide) -> GraphFacts:
         before = len(buffers)
         made = list(_tensors(node.meta.get("val")))
         written = {add(v, ("made", node.name if len(made) == 1 else f"{node.name}.{k}")) for k, v in enumerate(made)}
-        touched.append((reads, {w for w in written if w >= before}))
+        changed = {index[_torch.storage_key(v)] for v in _mutated(node) if _torch.storage_key(v) in index}
+        touched.append((reads, {w for w in written if w >= before} | changed))
 
     last = {b: -1 for b in range(len(buffers))}
     for i, (reads, writes) in enumerate(touched):
@@ -187,6 +188,16 @@ def _tensors(val: Any) -> Iterable[torch.Tensor]:
     elif isinstance(val, (tuple, list)):
         for v in val:
             yield from _tensors(v)
+
+
+def _mutated(node: fx.Node) -> Iterable[torch.Tensor]:
+    """The values that an op writes into."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for argument, value in zip(schema.arguments, node.args):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+            yield from _tensors(value.meta.get("val"))
 
 
 def _describe(val: torch.Tensor, origin: tuple[str, Any]) -> LocalBuffer:
@@ -288,6 +299,8 @@ def build_program(
                     names.append(carried[run.pair, what])
                     continue
                 name, buffer_kind = f"{run.label}/arg{what}", "input"
+                if side.phase == "backward":
+                    buffer_kind = "activation"  # a tangent: autograd hands it over, it is dead after its last reader
             elif local.grads:
                 of = run.masters[local.grads[0]]
                 name, buffer_kind = f"grad:{of}", "grad"
@@ -312,7 +325,7 @@ def build_program(
         named[run.label] = names
         extra = measured.workspace.get(run.label, 0)
         pace = measured.speed.get(run.label, 1.0)
-        arguments = sum(b.nbytes for n, b in buffers.items() if b.kind == "input" and n.startswith(f"{run.label}/"))
+        arguments = sum(b.nbytes for n, b in buffers.items() if n.startswith(f"{run.label}/arg"))
         foreign = max(0, measured.foreign.get(run.label, 0) - arguments)
         for i, op in enumerate(facts.ops):
             frees = tuple(names[b] for b in op.frees if buffers[names[b]].kind in ("activation",))

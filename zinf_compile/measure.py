@@ -27,8 +27,8 @@ class Record:
     runs: int = 0
     foreign: int = 0  # bytes of user code alive when the run began, beyond what was alive when the step began
     gap: int = 0  # highest bytes of user code between the previous run and this one
-    growth: int = 0  # highest bytes inside the run above those at its begin
-    seconds: float = 0.0  # of the latest run
+    level: int = 0  # highest bytes alive inside the run, less those of user code when the step began
+    seconds: float = 0.0  # of the latest run, less what it waited for the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,11 @@ class Gauge:
         self._quiet = 0
         self._extra: dict[RunKey, int] = {}  # bytes inside a run that the program did not know
         self._pace: dict[RunKey, float] = {}  # measured seconds / estimated seconds
-        self._begin = 0
         self.news = False
         self._peak = 0  # since the last step
+        self._waited = 0.0
+        self._update_start = 0.0
+        self.update_pace = 1.0  # measured seconds of an update / estimated seconds of its arithmetic
         self._step_start = (time.perf_counter(), io())
         self.step = Step()
 
@@ -71,8 +73,18 @@ class Gauge:
         else:
             record.foreign = max(record.foreign, foreign - self._quiet)
             record.gap = max(record.gap, self._arena.peak - accounted - self._quiet)
-        self._begin = live
         self._reset()
+        self._waited = self._io()["wait_seconds"]
+
+    def update_begins(self) -> None:
+        self._update_start, self._waited = time.perf_counter(), self._io()["wait_seconds"]
+
+    def update_ends(self, estimated: float) -> None:
+        """estimated: seconds of arithmetic that the program has for this update, at pace 1."""
+        if self._update_start and estimated > 0:
+            busy = time.perf_counter() - self._update_start - (self._io()["wait_seconds"] - self._waited)
+            self.update_pace = max(busy, 0.1 * estimated) / estimated
+        self._update_start = 0.0
 
     def _reset(self) -> None:
         self._peak = max(self._peak, self._arena.peak)
@@ -99,8 +111,8 @@ class Gauge:
         """saved: bytes of activations that the plan keeps in RAM for this forward's backward."""
         record = self.records[key]
         # `peak` was reset when the run began.
-        record.growth = max(record.growth, self._arena.peak - self._begin)
-        record.seconds = seconds
+        record.level = max(record.level, self._arena.peak - self._quiet)
+        record.seconds = max(0.0, seconds - (self._io()["wait_seconds"] - self._waited))
         record.runs += 1
         if record.runs in NEWSWORTHY:
             self.news = True
@@ -117,7 +129,7 @@ class Gauge:
     def measured(self, labels: Mapping[RunKey, str], plan: Plan | None, planned: Mapping[RunKey, str]) -> Measured:
         """What the next program should know. labels: of the next plan; planned: of the plan that was in effect."""
         self.news = False
-        growth = planned_growth(plan) if plan is not None else {}
+        levels = planned_levels(plan) if plan is not None else {}
         seconds = planned_seconds(plan) if plan is not None else {}
         workspace, gap, foreign, speed = {}, {}, {}, {}
         for key, label in labels.items():
@@ -126,15 +138,15 @@ class Gauge:
                 continue
             foreign[label], gap[label] = record.foreign, record.gap
             before = planned.get(key, "")
-            if before in growth and record.growth:
+            if before in levels and record.level:
                 known = self._extra.get(key, 0)
-                self._extra[key] = max(0, known + record.growth - growth[before])
+                self._extra[key] = max(0, known + record.level - levels[before])
             workspace[label] = self._extra.get(key, 0)
             if record.runs >= 2 and record.seconds and seconds.get(before, 0.0) > 0:
                 self._pace[key] = self._pace.get(key, 1.0) * record.seconds / seconds[before]
             if key in self._pace:
                 speed[label] = self._pace[key]
-            record.growth, record.seconds = 0, 0.0  # of the plan that is being replaced
+            record.level, record.seconds = 0, 0.0  # of the plan that is being replaced
         return Measured(workspace, gap, foreign, speed)
 
     def cluster(self) -> Cluster:
@@ -148,8 +160,8 @@ class Gauge:
         return base
 
 
-def planned_growth(plan: Plan) -> dict[str, int]:
-    """For each run, the most device bytes that the plan has inside it above those at its begin."""
+def planned_levels(plan: Plan) -> dict[str, int]:
+    """For each run, the most device bytes that the plan has alive inside it."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     for event in plan.events:
@@ -157,20 +169,15 @@ def planned_growth(plan: Plan) -> dict[str, int]:
         last[event.graph] = event.id
     size = len(plan.events) + 2
     change = [0] * (size + 1)
-    before = dict.fromkeys(first, 0)
     for p in plan.placements:
-        if p.tier != "device":
-            continue
-        change[max(p.birth, 0)] += p.nbytes
-        change[min(p.death, size - 1) + 1] -= p.nbytes
-        for graph, event in first.items():
-            if p.birth < event <= p.death:
-                before[graph] += p.nbytes
+        if p.tier == "device":
+            change[max(p.birth, 0)] += p.nbytes
+            change[min(p.death, size - 1) + 1] -= p.nbytes
     level, total = [], 0
     for delta in change:
         total += delta
         level.append(total)
-    return {g: max(level[first[g] : last[g] + 1]) - before[g] for g in first}
+    return {g: max(level[first[g] : last[g] + 1]) for g in first}
 
 
 def planned_saved(plan: Plan) -> dict[str, int]:

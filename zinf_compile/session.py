@@ -32,6 +32,8 @@ logger = logging.getLogger("zinf_compile")
 
 # A store is reserved in full when it is made; what comes later (a larger batch, a second forward) grows it.
 RESERVE_SLACK = 1.05
+# Seconds of an adopted optimizer's arithmetic for one element, before one has been measured.
+UPDATE_SECONDS = 1e-9
 # A parameter of less than a page is not worth a block.
 MIN_MOVE = 4096
 
@@ -63,6 +65,7 @@ class Session:
         self._strangers: dict[int, str] = {}
         self._adopted: AdoptedOptimizer | None = None
         self._io_start = domain.io()
+        self._arena_start = domain.arena.stats()
         self.masters = Masters(domain.arena, domain.native)
         others = domain.live_sessions()
         number = domain.join(self)
@@ -104,7 +107,7 @@ class Session:
             "peak": arena["peak"],
             "spilled": arena["spilled"],
             "spilled_peak": arena["spilled_peak"],
-            "spills": arena["spills"],
+            "spills": arena["spills"] - self._arena_start["spills"],
             "over_limit_peak": arena["over_limit_peak"],
             "step_peak": self.domain.gauge.step.peak,
             "step_bytes_read": self.domain.gauge.step.bytes_read,
@@ -115,8 +118,8 @@ class Session:
             "planned_addresses": self.domain.addresses.nbytes,
             "planned_held": self.domain.planned_held,
             "foreign": self.domain.held(),
-            "planned_blocks": arena["planned"],
-            "missed_blocks": arena["missed_size"] + arena["missed_busy"],
+            "planned_blocks": arena["planned"] - self._arena_start["planned"],
+            "missed_blocks": sum(arena[k] - self._arena_start[k] for k in ("missed_size", "missed_busy")),
         }
 
     def report(self) -> str:
@@ -265,7 +268,7 @@ class Session:
             if movable and not self.masters.on_disk(param):
                 movable = storage_users(param) == 1
             states = planned_states(self._adopted.optimizer, param) if self._adopted is not None else ()
-            seconds = param.numel() * 1e-9 * (2 if states else 1)
+            seconds = param.numel() * UPDATE_SECONDS * self.domain.gauge.update_pace if states else 0.0
             infos[self._prefix + name] = ParamInfo(
                 nbytes, str(param.dtype).removeprefix("torch."), tuple(param.shape), movable, param.requires_grad, states, seconds
             )
@@ -323,6 +326,7 @@ class Session:
         """Ahead of a native update."""
         if self.domain.stale:
             self.domain.replan_if_known()
+        self.domain.gauge.update_begins()
 
     def account(self, nbytes: int) -> None:
         """Staging memory of an update that is taken (> 0) or returned (< 0)."""
@@ -330,6 +334,7 @@ class Session:
 
     def after_update(self, params: Sequence[torch.Tensor]) -> None:
         """Working copies of what was updated are of the past."""
+        self.domain.gauge.update_ends(sum(p.numel() for p in params) * UPDATE_SECONDS)
         for param in params:
             if self.masters.on_disk(param):
                 self.domain.native.zinf_block_invalidate(ctypes.c_void_p(param.data_ptr()))
@@ -365,6 +370,8 @@ class Session:
         needed = self._nvme_bytes(plan)
         if needed:
             self._ensure_store(needed)
+        if self._store is not None:
+            self._store.write_window(plan.options.get("write_window", 0))
         placed = list(self._planned_tensors())
         moved = 0
         for tensor, home in placed:

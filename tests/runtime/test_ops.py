@@ -203,6 +203,26 @@ def test_ctrl_c_during_a_gather(lib, store):
     assert torch.equal(zinf.gather(master, 0), master)
 
 
+def test_blocks_of_a_closed_store_go_on_working(lib, tmp_path):
+    """Their file is closed, so that every transfer is a copy through the mapping; only new blocks are refused."""
+    with NvmeStore(tmp_path, 32 << 20) as store:
+        values = torch.randn(1 << 20)
+        master, home = on_disk(store, values), on_disk(store, torch.ones(1 << 20))
+        zinf.prefetch(home)  # in flight when the store is closed
+    direct = native.io_stats(lib)["direct_bytes"]
+    copy = zinf.gather(master, 0)
+    assert torch.equal(copy, values) and copy.data_ptr() != master.data_ptr() and (zinf.gather(home, 0) == 1).all()
+    zinf.accumulate(home, copy)
+    assert torch.equal(home, values + 1)
+    master.mul_(2)
+    zinf.release(copy)
+    zinf.prefetch(master)
+    assert torch.equal(zinf.gather(master, 1), values * 2)
+    assert native.io_stats(lib)["direct_bytes"] == direct
+    with pytest.raises(RuntimeError, match="is not open"):
+        zinf.store_copy(values, 10_000)
+
+
 def test_gather_from_two_threads(lib, store):
     import threading
 
