@@ -5,6 +5,8 @@ The forward returns the offloaded tensor (a real tensor over the store) in the a
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import fx
 
@@ -15,7 +17,7 @@ from .binding import binding_of, events_of, insert_event, reads_data
 def insert_offload(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     binding = binding_of(gm)
     out = gm.graph.output_node()
-    outs = list(out.args[0])
+    outs = list(cast("tuple[Any, ...]", out.args[0]))
     for event in list(events_of(gm, plan, "offload")):
         for name in event.buffers:
             positions = binding.saved_outputs[name]

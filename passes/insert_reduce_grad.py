@@ -5,6 +5,8 @@ At the end of the graph all gradients would be alive at once (+64 against +8 MiB
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import fx
 
@@ -15,7 +17,7 @@ from .binding import binding_of, events_of, insert_event
 def insert_reduce_grad(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     binding = binding_of(gm)
     out = gm.graph.output_node()
-    outs = list(out.args[0])
+    outs = list(cast("tuple[Any, ...]", out.args[0]))
     for event in list(events_of(gm, plan, "reduce_grad")):
         for name in event.buffers:
             if name not in binding.gradients:

@@ -6,7 +6,6 @@ write-protected here. Prefetches never outlive a run, and every write is on disk
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import fx
 
 from .._torch import BoxedCodeGen
 from ..errors import StoreError
+from .native import Library
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Runner:
 class Executor:
     """The process's native state around graph runs. `native` is the loaded library."""
 
-    def __init__(self, native: ctypes.CDLL) -> None:
+    def __init__(self, native: Library) -> None:
         self.native = native
 
     def run(self, variant: Variant, args: list[Any], store: int) -> tuple[Any, float]:
@@ -105,6 +105,6 @@ class Executor:
         native.zinf_held_arm()
 
 
-def _last_error(native: ctypes.CDLL) -> str:
+def _last_error(native: Library) -> str:
     text = native.zinf_last_error()
     return text.decode() if text else "the engine gave no reason"

@@ -77,7 +77,9 @@ class NvmeStore:
         try:
             return torch.ops.zinf.block_tensor(self.handle, list(shape), dtype)
         except RuntimeError as error:
-            raise StoreError(str(error).removeprefix("zinf: ")) from error
+            if str(error).startswith("zinf: "):  # the engine's: with its own class, or what a signal's handler raised
+                native.check(self._lib, -1)
+            raise
 
     def drain(self) -> None:
         """Wait until every write is on its way to the disk no more; raises StoreError for the first one that failed."""

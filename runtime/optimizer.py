@@ -41,8 +41,13 @@ from .optimizer_tiled import run_tiled, torch_update
 class Session(Protocol):
     """What an adopted optimizer asks of the session that owns the parameters."""
 
-    update_tile: int  # bytes of one staging buffer
-    update_depth: int  # sets of staging buffers in flight
+    @property
+    def update_tile(self) -> int:
+        """Bytes of one staging buffer."""
+
+    @property
+    def update_depth(self) -> int:
+        """Sets of staging buffers in flight."""
 
     def home_of_state(self, param: Tensor, name: str) -> str:
         """"device" or "nvme" for a state such as exp_avg; "device" for parameters that aren't the session's."""

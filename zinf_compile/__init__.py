@@ -15,5 +15,17 @@ from .schedule import Plan  # noqa: E402
 
 zinf_compile = _api.compile_model
 
-for _name in ("BudgetTooSmall", "Cluster", "ClusterError", "MemBudget", "Plan", "PlanMismatch", "StoreError", "Unsupported", "ZinfError"):
+__all__ = [
+    "BudgetTooSmall",
+    "Cluster",
+    "ClusterError",
+    "MemBudget",
+    "Plan",
+    "PlanMismatch",
+    "StoreError",
+    "Unsupported",
+    "ZinfError",
+    "zinf_compile",
+]
+for _name in __all__:
     setattr(zinf_compile, _name, globals()[_name])  # the function carries the package's public names

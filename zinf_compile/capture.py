@@ -100,7 +100,7 @@ def make_backend(session: Session) -> Callable[[fx.GraphModule, list[Any]], Call
                 "inference",
                 graph,
                 {i: known[n] for i, n in enumerate(placeholders) if n in known},
-                num_outputs=len(graph.graph.output_node().args[0]),
+                num_outputs=len(outputs_of(graph.graph)),
             )
             return session.runner(session.captured_inference(side, list(masters.values())), side)
 
@@ -115,13 +115,32 @@ def make_backend(session: Session) -> Callable[[fx.GraphModule, list[Any]], Call
     return backend
 
 
+def outputs_of(graph: fx.Graph) -> list[Any]:
+    """What a graph returns, one entry an output."""
+    outs: Any = graph.output_node().args[0]
+    return list(outs) if isinstance(outs, (tuple, list)) else [outs]
+
+
+def _copy_chain(graph: fx.Graph, chain: list[fx.Node], root: fx.Node, source: fx.Node, before: fx.Node) -> fx.Node:
+    """Copy a chain of views of `root` in front of `before`, as views of `source`; returns the last."""
+    copies: dict[fx.Node, fx.Node] = {root: source}
+
+    def renamed(node: fx.Node) -> fx.Node:
+        return copies.get(node, node)
+
+    with graph.inserting_before(before):
+        for step in chain:
+            copies[step] = graph.node_copy(step, renamed)
+    return copies[chain[-1]]
+
+
 def tie_gradients(joint: fx.GraphModule, masters: dict[int, fx.Node]) -> None:
     """Replace each gradient of a master in the joint graph's outputs by reduce_grad(gradient, master).
 
     Placed behind the gradient's producer; the extra argument makes the partitioner pass the master on to the backward graph."""
     graph = joint.graph
     out = graph.output_node()
-    outs = list(out.args[0])
+    outs = outputs_of(graph)
     for i, (node, desc) in enumerate(zip(outs, out.meta["desc"])):
         if isinstance(desc, _torch.GradAOTOutput) and isinstance(node, fx.Node):
             master = masters.get(getattr(desc.grad_of, "idx", -1))
@@ -148,16 +167,17 @@ def split_sides(
     grads: dict[int, int] = {}
     by_node = {node: order[idx] for idx, node in bw_masters.items()}
     bw_out = backward.graph.output_node()
-    bw_outs = list(bw_out.args[0])
+    bw_outs = outputs_of(backward.graph)
     for i, node in enumerate(bw_outs):
         if isinstance(node, fx.Node) and node.target is torch.ops.zinf.reduce_grad.default:
-            grads[i] = by_node[node.args[1]]
-            bw_outs[i] = node.args[0]
+            gradient, master = node.all_input_nodes
+            grads[i] = by_node[master]
+            bw_outs[i] = gradient
     bw_out.args = (tuple(bw_outs),)
     for node in backward.graph.find_nodes(op="call_function", target=torch.ops.zinf.reduce_grad.default):
         backward.graph.erase_node(node)
     position = {n.name: i for i, n in enumerate(backward.graph.find_nodes(op="placeholder"))}
-    fw_outs = forward.graph.output_node().args[0]
+    fw_outs = outputs_of(forward.graph)
     saved = {i: position[fw_outs[i].name] for i in range(num_outputs, len(fw_outs)) if fw_outs[i].name in position}
     save_bases_not_views(forward, backward, num_outputs, set(fw_masters.values()))
     sink_views(forward, set(fw_masters.values()))
@@ -228,7 +248,7 @@ def save_bases_not_views(
     A saved view of a master (`t(weight)`) would keep a working copy alive over the turn; several saved views of one
     activation (q, k, v of one projection) could not be moved to disk as one piece."""
     out = forward.graph.output_node()
-    outs = list(out.args[0])
+    outs = outputs_of(forward.graph)
     places = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
     first = next(n for n in backward.graph.nodes if n.op != "placeholder")
     owners: dict[int, fx.Node] = {}
@@ -254,14 +274,11 @@ def save_bases_not_views(
         place = places[node.name]
         source = base_place.setdefault(base, place)
         readers = list(place.users)
-        copies: dict[fx.Node, fx.Node] = {base: source}
-        with backward.graph.inserting_before(first):
-            for step in chain:
-                copies[step] = backward.graph.node_copy(step, lambda n, c=copies: c.get(n, n))
         if source is not place and filler is None:
             continue
+        view = _copy_chain(backward.graph, chain, base, source, first)
         for reader in readers:
-            reader.replace_input_with(place, copies[node])
+            reader.replace_input_with(place, view)
         if source is place:
             place.meta["val"] = base.meta["val"]
             if base in masters:
@@ -285,11 +302,8 @@ def sink_views(gm: fx.GraphModule, masters: set[fx.Node]) -> None:
     views = {n: c for n in graph.nodes if n.op == "call_function" and (c := _view_chain(n, masters))}
     for node, chain in views.items():
         for reader in [u for u in node.users if u not in views and u.op != "output"]:
-            copies: dict[fx.Node, fx.Node] = {}
-            with graph.inserting_before(reader):
-                for step in chain:
-                    copies[step] = graph.node_copy(step, lambda n, c=copies: c.get(n, n))
-            reader.replace_input_with(node, copies[node])
+            root = next(a for a in chain[0].all_input_nodes if a in masters)
+            reader.replace_input_with(node, _copy_chain(graph, chain, root, root, reader))
     for node in reversed(list(views)):
         if not node.users:
             graph.erase_node(node)

@@ -25,7 +25,7 @@ from .capture import GraphSide
 from .cluster import Cluster
 from .cost import Rates
 from .errors import BudgetTooSmall
-from .liveness import GraphFacts, Measured, ParamInfo, Run, analyse, build_program
+from .liveness import GraphFacts, ParamInfo, Run, analyse, build_program
 from .measure import Gauge, planned_saved
 from .passes import pipeline
 from .passes.binding import Binding

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from . import _torch
-from .capture import RETURNED_VIEW, GraphSide, fills_storage
+from .capture import RETURNED_VIEW, GraphSide, fills_storage, outputs_of
 from .cost import Work, is_view, work_of
 from .program import Buffer, Op, Program
 
@@ -82,8 +82,7 @@ def analyse(side: GraphSide) -> GraphFacts:
     """Read a normalised graph once."""
     graph = side.gm.graph
     places = graph.find_nodes(op="placeholder")
-    out = graph.output_node()
-    outs = list(out.args[0]) if isinstance(out.args[0], (tuple, list)) else [out.args[0]]
+    outs = outputs_of(graph)
     buffers: list[LocalBuffer] = []
     index: dict[int, int] = {}  # storage key -> position in buffers
     symbols: list[tuple[sympy.Symbol, int, int]] = []
@@ -100,9 +99,9 @@ def analyse(side: GraphSide) -> GraphFacts:
         val = places[i].meta.get("val")
         if isinstance(val, torch.Tensor):
             buffers[add(val, ("master", side.masters[i]) if i in side.masters else ("input", i))].places.append(i)
-            symbols += [(d.node.expr, i, k) for k, d in enumerate(val.shape) if _is_symbol(d)]
+            symbols += [(_expression(d), i, k) for k, d in enumerate(val.shape) if _is_symbol(d)]
         elif isinstance(val, torch.SymInt) and _is_symbol(val):
-            symbols.append((val.node.expr, i, -1))
+            symbols.append((_expression(val), i, -1))
 
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     touched: list[tuple[set[int], set[int]]] = []
@@ -123,9 +122,9 @@ def analyse(side: GraphSide) -> GraphFacts:
         if not isinstance(node, fx.Node):
             continue
         for v in _tensors(node.meta.get("val")):
-            b = index.get(_torch.storage_key(v))
-            if b is None:
+            if _torch.storage_key(v) not in index:
                 continue
+            b = index[_torch.storage_key(v)]
             kept.add(b)
             buffer = buffers[b]
             if position in side.saved:
@@ -176,6 +175,10 @@ def _extend_aliased_masters(nodes, touched, index, buffers, side) -> None:
         if ends and max(ends) > i + 1:
             for j in range(i, max(ends) + 1):
                 touched[j][0].update(mine)
+
+
+def _expression(dim: Any) -> sympy.Symbol:
+    return dim.node.expr
 
 
 def _is_symbol(dim: Any) -> bool:

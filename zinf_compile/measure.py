@@ -153,10 +153,10 @@ class Gauge:
         """This machine, with the disk's rates as measured once enough has been moved."""
         base = Cluster.this_machine()
         io = self._io()
-        for rate, moved, took in (("nvme_read", "bytes_read", "read_seconds"), ("nvme_write", "bytes_written", "write_seconds")):
-            nbytes, seconds = io[moved], io[took]
-            if nbytes > ENOUGH_BYTES and seconds > 0:
-                base = replace(base, **{rate: nbytes / seconds})
+        if io["bytes_read"] > ENOUGH_BYTES and io["read_seconds"] > 0:
+            base = replace(base, nvme_read=io["bytes_read"] / io["read_seconds"])
+        if io["bytes_written"] > ENOUGH_BYTES and io["write_seconds"] > 0:
+            base = replace(base, nvme_write=io["bytes_written"] / io["write_seconds"])
         return base
 
 

@@ -272,7 +272,7 @@ class Session:
             infos[self._prefix + name] = ParamInfo(
                 nbytes, str(param.dtype).removeprefix("torch."), tuple(param.shape), movable, param.requires_grad, states, seconds
             )
-        for key, name in self._strangers.items():
+        for name in self._strangers.values():
             infos[name] = ParamInfo(0, "float32", (), False, False)
         return infos
 
@@ -389,15 +389,16 @@ class Session:
         for param in self._params.values():
             yield param, self.home_of("", param)
         if self._adopted is not None:
-            for param, name, state in existing_states(self._adopted.optimizer):
-                yield state, self.home_of(name, param)
+            for owner, name, state in existing_states(self._adopted.optimizer):
+                yield state, self.home_of(name, owner)
 
     def _nvme_bytes(self, plan: Plan) -> int:
         """Disk space that this model's share of a plan takes, in whole pages."""
         total = 0
+        names = {self._prefix + n for n in self._params}
         for name, home in plan.homes.items():
-            owner = name.rpartition(":")[2] if not name.startswith(self._prefix) else name.removeprefix(self._prefix)
-            mine = owner in self._params or plan.kinds[name] == "activation"
+            owner = name.split(":", 1)[1] if plan.kinds[name] in ("grad", "optim_state") else name
+            mine = owner in names or plan.kinds[name] == "activation"
             if home == "nvme" and mine:
                 total += -(-plan.sizes[name] // 4096) * 4096
         return total

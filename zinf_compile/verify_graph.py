@@ -12,6 +12,8 @@ Invariants
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -84,7 +86,7 @@ def verify_graph(gm: fx.GraphModule, plan: Plan, binding: Binding) -> None:
         root = _root(argument)
         if root.target in (zinf.gather.default, zinf.reload.default):
             refuse(5, out, f"it returns {argument.name}, a working copy")
-    outs = list(out.args[0]) if isinstance(out.args[0], (tuple, list)) else [out.args[0]]
+    outs: list[Any] = list(out.args[0]) if isinstance(out.args[0], (tuple, list)) else [out.args[0]]
     handed = {n.args[0]: n for n in mine if n.target is zinf.reduce_grad.default}
     for positions, _master in binding.gradients.values():
         for position in positions:
