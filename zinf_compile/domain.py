@@ -218,7 +218,7 @@ class Domain:
         if session.planning_only:
             raise session.planned_only()
         session.graph_runs += 1
-        self.gauge.before(key, self._accounted())
+        self.gauge.before(key, self._accounted)
         outs, seconds = self.executor.run(variant, args, session.store_handle)
         self.gauge.after(key, seconds, self._saved.get(self._labels[key], 0))
         self.timeline.record(key)
@@ -278,6 +278,8 @@ class Domain:
         """The optimizer has stepped: the step's runs are known, and so is what they measured."""
         self.gauge.step_done()
         self.timeline.step_done()
+        if not self.timeline.open_forwards:
+            self.gauge.forget_open()
         if self.timeline.changed or self.gauge.news:
             self.timeline.changed = False
             self._stale = True

@@ -18,6 +18,8 @@ from .timeline import RunKey
 
 # Runs of a graph after which it is worth planning again: the first shows its memory, the second a warm duration.
 NEWSWORTHY = (1, 2)
+# From this many runs on a graph's measurements are only kept for the report.
+SETTLED = 3
 # Below this many bytes a measured disk rate says nothing.
 ENOUGH_BYTES = 64 << 20
 
@@ -64,15 +66,19 @@ class Gauge:
     def saved_bytes(self) -> int:
         return sum(self._kept.values())
 
-    def before(self, key: RunKey, accounted: int) -> None:
-        live = self._arena.live
-        foreign = max(0, live - accounted)
+    def before(self, key: RunKey, accounted: Callable[[], int]) -> None:
+        """accounted: bytes in RAM that the plan's own buffers take right now; asked for while there is something to learn."""
         record = self.records.setdefault(key, Record())
+        if record.runs >= SETTLED:
+            self._reset()
+            return
+        known = accounted()
+        foreign = max(0, self._arena.live - known)
         if not self._kept:
             self._quiet = foreign
         else:
             record.foreign = max(record.foreign, foreign - self._quiet)
-            record.gap = max(record.gap, self._arena.peak - accounted - self._quiet)
+            record.gap = max(record.gap, self._arena.peak - known - self._quiet)
         self._reset()
         self._waited = self._io()["wait_seconds"]
 
@@ -111,8 +117,9 @@ class Gauge:
         """saved: bytes of activations that the plan keeps in RAM for this forward's backward."""
         record = self.records[key]
         # `peak` was reset when the run began.
-        record.level = max(record.level, self._arena.peak - self._quiet)
-        record.seconds = max(0.0, seconds - (self._io()["wait_seconds"] - self._waited))
+        if record.runs < SETTLED:
+            record.level = max(record.level, self._arena.peak - self._quiet)
+            record.seconds = max(0.0, seconds - (self._io()["wait_seconds"] - self._waited))
         record.runs += 1
         if record.runs in NEWSWORTHY:
             self.news = True

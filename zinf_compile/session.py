@@ -217,6 +217,9 @@ class Session:
         """Ahead of every outermost call: adopt storages and objects that user code has replaced since the last one."""
         self.calls += 1
         self._runs_before = self.graph_runs
+        plan = self.domain.plan
+        if plan is not None and plan.nothing_to_offload and not self.domain.stale:
+            return  # nothing of ours would be out of date; what changes a graph is traced again and looked at then
         moved = self.masters.moved
         for store, key, param, trainable in self._slots:
             if store.get(key) is not param or param.requires_grad is not trainable or moved(param):
