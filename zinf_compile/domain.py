@@ -372,7 +372,7 @@ class Domain:
     @property
     def mapped_allowance(self) -> int:
         """Pages of store mappings that user code may leave in this process before they are dropped."""
-        return max(1 << 20, min(16 << 20, self.budget // 16))
+        return max(1 << 20, min(16 << 20, self.budget // 64))
 
     def _cluster(self) -> Cluster:
         return self.gauge.cluster()
