@@ -11,6 +11,8 @@
 namespace zinf::alloc {
 namespace {
 
+constexpr size_t kLookBlock = 512 << 10;  // filling a block of this size takes much longer than a look at what is resident
+
 // Never destroyed: tensors outlive static destructors.
 State& state() {
   static State* s = new State;
@@ -68,6 +70,7 @@ struct CpuAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     void* p = nullptr;
     if (nbytes) {
+      if (nbytes >= kLookBlock) trimmer_look();
       std::string error;
       {
         std::lock_guard lock(state().mutex);

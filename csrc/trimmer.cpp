@@ -1,8 +1,9 @@
 // Page trimmer: code that walks over mapped memory (blocks of a store, tensors that the CPU allocator has spilled) brings
 // its pages into this process, where they count as its memory. A thread looks at the resident file pages every 2 ms, while
 // there is such memory, and drops its pages when the growth passes the allowance. Contents are safe: the page cache and the
-// file have them; the next access maps them again. There is no thread before it is first needed; afterwards it sleeps
-// until it is needed again. A forked child has none: the thread stays with the parent.
+// file have them; the next access maps them again. Where the machine is busy the thread comes late, so whoever allocates a
+// large tensor looks as well. There is no thread before it is first needed; afterwards it sleeps until it is needed again. A
+// forked child trims nothing: the thread stays with the parent.
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
@@ -32,6 +33,10 @@ struct Trimmer {
   // Guarded by `mutex`:
   bool started = false;
   bool news = false;  // something has changed since the thread last looked
+  // One looks at a time. Taken before the locks of the engine and of the allocator, never inside of `mutex`:
+  std::mutex look_mutex;
+  int statm = -1;         // descriptor of /proc/self/statm
+  int64_t baseline = -1;  // file pages that are not ours: libraries, data that the user maps; < 0: not known yet
 
   // Bytes of file and shared pages that this process has resident, -1 if unknown.
   static int64_t resident_shared(int fd) {
@@ -66,29 +71,37 @@ struct Trimmer {
     if (auto drop = drop_spilled.load(); drop && spilled > 0) drop();
   }
 
+  // Drops everything if more than the allowance has come in. False: there is nothing to trim.
+  bool look() {
+    std::lock_guard<std::mutex> lock(look_mutex);
+    int64_t limit = in_force();
+    if (limit < 0) {
+      baseline = -1;
+      return false;
+    }
+    if (statm < 0) statm = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+    if (baseline < 0) drop_all();  // so that the baseline holds none of ours
+    int64_t now = resident_shared(statm);
+    if (baseline < 0) baseline = now;
+    if (now < baseline) baseline = now;
+    if (now >= 0 && now > baseline + limit) {
+      drop_all();
+      ++drops;
+      baseline = resident_shared(statm);  // what is left is not ours
+    }
+    return true;
+  }
+
   void run() {
     pthread_setname_np(pthread_self(), "zinf-trim");
-    int fd = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
-    int64_t baseline = -1;  // file pages that are not ours: libraries, data that the user maps
     for (;;) {
-      int64_t limit = in_force();
-      if (limit < 0) {
-        std::unique_lock<std::mutex> lock(mutex);
-        changed.wait(lock, [&] { return news; });
-        news = false;
-        baseline = -1;
+      if (look()) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
         continue;
       }
-      if (baseline < 0) drop_all();  // so that the baseline holds none of ours
-      int64_t now = resident_shared(fd);
-      if (baseline < 0) baseline = now;
-      if (now < baseline) baseline = now;
-      if (now >= 0 && now > baseline + limit) {
-        drop_all();
-        ++drops;
-        baseline = resident_shared(fd);  // what is left is not ours
-      }
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      std::unique_lock<std::mutex> lock(mutex);
+      changed.wait(lock, [&] { return news; });
+      news = false;
     }
   }
 
@@ -123,6 +136,11 @@ Trimmer& trimmer() {
 }  // namespace
 
 void trimmer_notify() { trimmer().wake(); }
+
+void trimmer_look() {
+  auto& t = trimmer();
+  if ((t.spilled > 0 || t.allowance >= 0) && !engine().forked_child) t.look();
+}
 
 void trimmer_spilled(int64_t bytes, int64_t limit, int64_t (*drop)(void)) {
   auto& t = trimmer();

@@ -321,7 +321,7 @@ def stress(steps):
     global worst, spills
     arena.set_limit(0); arena.trim()
     base = status("RssAnon")
-    arena.set_limit(LIMIT, spill_dir=sys.argv[1])
+    arena.set_limit(LIMIT, spill_dir=sys.argv[1], spill_threshold=16 << 10)    # smaller blocks are granted over it
     held, before = [], arena.stats()["spills"]
     for nbytes, freed in steps:
         held.append(byte_block(nbytes).fill_(len(held) % 251))
