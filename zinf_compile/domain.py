@@ -121,11 +121,12 @@ class Domain:
         """Add a model. Returns its number, which tells its parameters from those of other models."""
         if not self.live_sessions():
             self.arena.acquire()
+            self.arena.reset_peak()
         self.sessions = [ref for ref in self.sessions if (s := ref()) is not None and not s.closed]
         self.sessions.append(weakref.ref(session))
         self._session_count += 1
         self._stale = True
-        self._set_limit()
+        self.limit_changed()
         return self._session_count
 
     def leave(self, session: Session) -> None:
@@ -138,7 +139,7 @@ class Domain:
         self._variants = {k: v for k, v in self._variants.items() if k.piece in self.pieces}
         self._stale = True
         if self.sessions:
-            self._set_limit()
+            self.limit_changed()
         else:
             self.native.zinf_trimmer(-1)
             self.arena.release()
@@ -148,7 +149,8 @@ class Domain:
         """The promise that covers all models: the smallest one that was given."""
         return min((s.budget for s in self.live_sessions()), default=0)
 
-    def _set_limit(self) -> None:
+    def limit_changed(self) -> None:
+        """Tell the allocator the budget that covers the models now alive."""
         sessions = self.live_sessions()
         strict = any(s.strict for s in sessions)
         spill = next((s.spill_dir for s in sessions if s.spill_dir), None)
@@ -363,7 +365,7 @@ class Domain:
         self._stale = False
         for session in sessions:
             session.apply(plan)
-        self._set_limit()
+        self.limit_changed()
         self.native.zinf_trimmer(-1 if plan.nothing_to_offload else self.mapped_allowance)
         seconds = time.perf_counter() - start
         if seconds > 1:

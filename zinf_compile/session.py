@@ -134,6 +134,8 @@ class Session:
         if module is not None:
             module.__dict__.pop("zinf", None)
             module._compiled_call_impl = None
+        self.closed = True
+        self.domain.limit_changed()  # what comes back to RAM now is no longer under this model's budget
         if self._adopted is not None:
             self._adopted.release()
             for _, _, state in existing_states(self._adopted.optimizer):
@@ -143,7 +145,6 @@ class Session:
             if param.grad is not None:
                 self.masters.to_ram(param.grad)
             self.masters.forget(param)
-        self.closed = True
         self.domain.leave(self)
         if self._store is not None:
             self._store.close()

@@ -429,10 +429,13 @@ class _Checker:
         starts[first:last] = [r[0] for r in ranges[first : first + len(rest) + 1]]
 
     def _touches(self) -> dict[Placement, list[int]]:
-        """For each placement, the last event of each stream that touches it (-1: none); its birth counts as a touch."""
+        """For each placement, the last event of each stream that touches it (-1: none). Its birth counts as a touch, unless
+        that is a transfer of something else (a tangent is there from the start of its graph, which may begin with a prefetch)."""
         found = {p: [-1] * len(STREAMS) for p in self.plan.placements}
         for p in self.plan.placements:
-            if 0 <= p.birth < len(self.plan.events):
+            if 0 <= p.birth < len(self.plan.events) and (
+                self.plan.events[p.birth].stream == "compute" or p.buffer in self.plan.events[p.birth].buffers
+            ):
                 found[p][self.stream_index[p.birth]] = p.birth
         by_name: dict[str, list[Placement]] = {}
         for p in self.plan.placements:
