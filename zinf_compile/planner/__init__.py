@@ -72,15 +72,23 @@ def make_plan(
     if limit < 2 * int(least.load.max()):  # beyond, packing cannot fail for want of a few holes
         last_resort = _finish(model, cluster, frugal, budget, held)
         if last_resort is None:
-            raise _too_small(model, cluster, frugal, budget, held)
+            raise _too_small(model, cluster, _leanest(model, cluster, frugal), budget, held)
     for draft in _drafts(model, cluster, limit, frugal):
         plan = _finish(model, cluster, draft, budget, held)
         if plan is not None:
             return plan
     last_resort = last_resort or _finish(model, cluster, frugal, budget, held)
     if last_resort is None:
-        raise _too_small(model, cluster, frugal, budget, held)
+        raise _too_small(model, cluster, _leanest(model, cluster, frugal), budget, held)
     return last_resort
+
+
+def _leanest(model: Model, cluster: Cluster, frugal: _Draft) -> _Draft:
+    """Whatever needs less: everything away, or (a tiny model, where staging would cost more than it saves) nothing away."""
+    generous = model.generous()
+    peak = int(model.load(generous).max())
+    whole = _draft(model, cluster, schedule(model, cluster, generous, peak, 0), peak)
+    return min((frugal, whole), key=lambda draft: _packed(draft)[0])
 
 
 def _draft(model: Model, cluster: Cluster, plan: Schedule, limit: int) -> _Draft:
