@@ -428,6 +428,9 @@ def _abandon(ref: weakref.ref[Session]) -> None:
     if session is None or session.closed:
         return
     session.closed = True
+    for param in session._params.values():
+        session.masters.forget(param)
+    session._params, session._slots = {}, []
     session.domain.leave(session)
     if session._store is not None:
         session._store.close()

@@ -6,7 +6,10 @@
 engines: eager (plain PyTorch), aot (torch.compile(backend="aot_eager"): the same capture and no offloading), zinf. AdamW,
 float32, loss outside the model. With --serve the process trains on demand, for pairs.py.
 
-Memory in bytes: `rss_imported` after importing torch, `rss_built` with the model, `peak_first_step` the high-water mark up to
+`--mem-budget min`: the smallest that is accepted.
+
+Memory in bytes: `rss_planned` (zinf) the base: resident after capture and planning, less what the allocator has live;
+`rss_imported` after importing torch, `rss_built` with the model, `peak_first_step` the high-water mark up to
 the end of the first step (which captures and plans), `peak_later` that of the later steps (the mark is reset in between),
 `rss_base` (eager and aot) what is resident after a step less weights, gradients and AdamW states: interpreter, torch, traces.
 """
@@ -66,14 +69,27 @@ class Trainer:
         if options.engine == "aot":
             self.run = torch.compile(self.model, backend="aot_eager")
         elif options.engine == "zinf":
-            from zinf_compile import zinf_compile
-
-            adopted = None if options.stock_optimizer else self.optimizer
-            self.run = zinf_compile(self.model, options.mem_budget, optimizer=adopted, store_dir=options.store_dir or store)
+            self._compile(options, options.store_dir or store)
         self.num_params = sum(p.numel() for p in self.model.parameters())
         self.rss_built = status("VmRSS")
         self.losses: list[float] = []
         self.rows: list[dict[str, Any]] = []
+
+    def _compile(self, options: argparse.Namespace, store: str) -> None:
+        """Capture and plan before the first step, so that the base can be read: what is resident then less what is live."""
+        from zinf_compile import BudgetTooSmall, zinf_compile
+
+        adopted = None if options.stock_optimizer else self.optimizer
+        ids = batch(0, options.batch, options.seq)[:, :-1]
+        self.budget: int | str = options.mem_budget
+        if self.budget == "min":
+            try:
+                zinf_compile(self.model, 1 << 20, optimizer=adopted, store_dir=store, example_inputs=(ids,))
+            except BudgetTooSmall as error:
+                self.budget = error.minimum
+        self.run = zinf_compile(self.model, self.budget, optimizer=adopted, store_dir=store, example_inputs=(ids,))
+        self.budget = int(self.model.zinf.stats()["budget"])
+        self.rss_planned = status("VmRSS") - int(self.model.zinf.stats()["live"])
 
     def step(self) -> float:
         """Seconds."""
@@ -112,6 +128,7 @@ class Trainer:
             zinf = self.model.zinf
             report["stats"] = {k: v for k, v in zinf.stats().items() if isinstance(v, (int, float, str, bool, type(None)))}
             report["predicted"] = dataclasses.asdict(zinf.plan.predicted)
+            report["rss_planned"], report["budget"] = self.rss_planned, self.budget
         else:
             report["rss_base"] = later[-1]["rss"] - 16 * self.num_params  # weights, gradients, two states of 4 bytes each
         return report
@@ -125,7 +142,7 @@ def show(report: dict[str, Any]) -> None:
             f"  step {i}: {row['seconds']:7.3f} s, cpu {row['cpu_seconds']:7.3f} s, read {row['read'] / mib:8.1f} MiB, "
             f"written {row['written'] / mib:8.1f} MiB, resident {row['rss'] / mib:7.0f} MiB, loss {report['losses'][i]:.6f}"
         )
-    for key in ("rss_imported", "rss_built", "rss_base", "peak_first_step", "peak_later"):
+    for key in ("rss_imported", "rss_built", "rss_planned", "rss_base", "peak_first_step", "peak_later"):
         if report.get(key) is not None:
             print(f"  {key:16s} {report[key] / mib:8.1f} MiB")
     if "predicted" in report:
@@ -136,8 +153,11 @@ def show(report: dict[str, Any]) -> None:
             ("MiB written", predicted["bytes_written"] / mib, report["written_per_step"] / mib),
         ):
             print(f"  {name:16s} plan {plan:9.2f}  measured {measured:9.2f}  ({measured / plan - 1:+.1%})" if plan else f"  {name:16s} plan 0  measured {measured:.2f}")
-        above = (report["peak_later"] or report["peak_first_step"]) - report["rss_imported"]
-        print(f"  {'MiB at peak':16s} plan {predicted['peak_device'] / mib:9.2f}  measured {above / mib:9.2f} above the imports (traces included)")
+        stats = report["stats"]
+        peak = (predicted["peak_device"] + stats["planned_held"]) / mib
+        print(f"  {'tensor peak MiB':16s} plan {peak:9.2f}  measured {stats['step_peak'] / mib:9.2f}  ({peak / (stats['step_peak'] / mib) - 1:+.1%} predicted)")
+        above = (report["peak_first_step"] - report["rss_planned"]) / mib
+        print(f"  {'VmHWM - base MiB':16s} budget {report['budget'] / mib:7.2f}  measured {above:9.2f}  (budget {above - report['budget'] / mib:+.1f})")
         for key, value in sorted(report["stats"].items()):
             print(f"  stats.{key:28s} {value}")
 
