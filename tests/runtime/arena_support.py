@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from zinf_compile.runtime.arena import Arena
 
 ROOT = Path(__file__).resolve().parents[2]

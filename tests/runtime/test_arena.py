@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from zinf_compile.runtime.arena import Arena
 
 from .arena_support import block, run

@@ -1,6 +1,7 @@
 """The CPU allocator: recorded lifetimes, and planned blocks lie where planned."""
 
 import pytest
+
 from zinf_compile.runtime.arena import HEAP, Record, lifetimes
 
 from .arena_support import block, run

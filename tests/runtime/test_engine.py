@@ -9,10 +9,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from zinf_compile.runtime import native
-from zinf_compile.runtime.nvme_store import NvmeStore
 
 from zinf_compile.errors import StoreError
+from zinf_compile.runtime import native
+from zinf_compile.runtime.nvme_store import NvmeStore
 
 SHORT, EIO, EINTR, ENOSPC, SLOW, EOF, EAGAIN = range(1, 8)
 

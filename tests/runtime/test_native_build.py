@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from zinf_compile.runtime import native
 
 from zinf_compile.errors import StoreError, Unsupported
+from zinf_compile.runtime import native
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = 'extern "C" int answer() { return 42; }\n'

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+
 from zinf_compile.runtime import native, ops
 from zinf_compile.runtime.nvme_store import NvmeStore
 

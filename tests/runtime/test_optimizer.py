@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+
 from zinf_compile.runtime.optimizer import AdoptedOptimizer
 from zinf_compile.runtime.optimizer_native import ADAM, CANDIDATES, FMA, SEPARATE, SGD
 

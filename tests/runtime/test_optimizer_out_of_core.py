@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zinf_compile.runtime import native
-from zinf_compile.runtime.optimizer import AdoptedOptimizer
 
 from zinf_compile.errors import StoreError
+from zinf_compile.runtime import native
+from zinf_compile.runtime.optimizer import AdoptedOptimizer
 
 from .optimizer_twins import (
     Disk,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zinf_compile.runtime.optimizer import AdoptedOptimizer
 
 from zinf_compile.errors import Unsupported
+from zinf_compile.runtime.optimizer import AdoptedOptimizer
 
 from .optimizer_twins import (
     Disk,

@@ -5,6 +5,7 @@ The trimmer, which takes them out, is tested on store blocks in test_engine.py.
 
 
 import pytest
+
 from zinf_compile.runtime.arena import SPILLED
 
 from .arena_support import block, run

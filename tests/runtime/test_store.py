@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from zinf_compile.runtime.nvme_store import MARKER, NvmeStore, default_store_dir
 
 from zinf_compile.errors import StoreError
+from zinf_compile.runtime.nvme_store import MARKER, NvmeStore, default_store_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = Path("/dev/shm")
