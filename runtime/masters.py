@@ -72,7 +72,7 @@ class Masters:
         """Move a RAM master into the store; False when it cannot be (it shares its storage, or is already there)."""
         if self.on_disk(param) or not is_movable(param) or storage_users(param) > 1:
             return False
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # a master made in inference mode could never be trained
             home = torch.ops.zinf.store_copy(param.detach(), store.handle)
             store.drain()
             param.data = home
@@ -83,7 +83,7 @@ class Masters:
         """Bring a master back into RAM; False when it is there already."""
         if not self.on_disk(param):
             return False
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # a master made in inference mode could never be trained
             copy = torch.empty_like(param)
             copy.copy_(torch.ops.zinf.gather(param.detach(), -1))
             self.native.zinf_block_invalidate(ctypes.c_void_p(param.data_ptr()))
