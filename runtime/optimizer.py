@@ -118,6 +118,10 @@ class AdoptedOptimizer:
             optimizer.__dict__.pop("_init_group", None)
         self._load_hook.remove()
 
+    def alive(self) -> Optimizer | None:
+        """The optimizer, None once user code has dropped it."""
+        return self._optimizer()
+
     @property
     def optimizer(self) -> Optimizer:
         optimizer = self._optimizer()

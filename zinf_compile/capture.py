@@ -104,13 +104,16 @@ def make_backend(session: Session) -> Callable[[fx.GraphModule, list[Any]], Call
             )
             return session.runner(session.captured_inference(side, list(masters.values())), side)
 
-        return _torch.aot_autograd(
+        compile_graph = _torch.aot_autograd(
             fw_compiler=compile_forward,
             bw_compiler=compile_backward,
             inference_compiler=compile_inference,
             partition_fn=partition,
             keep_inference_input_mutations=True,
-        )(gm, example_inputs)
+        )
+        # Donated buffers would forbid retain_graph=True.
+        with _torch.functorch_config.patch(donated_buffer=False):
+            return compile_graph(gm, example_inputs)
 
     return backend
 

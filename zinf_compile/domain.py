@@ -58,10 +58,15 @@ HELD_GRAIN = 16 << 10
 SPILL_LEAST, SPILL_MOST = 64 << 10, 1 << 20
 
 
-def with_margin(error: BudgetTooSmall, margin: int) -> BudgetTooSmall:
-    """The same error, asking for `margin` bytes more."""
+def with_margin(error: BudgetTooSmall, margin: int, num_models: int) -> BudgetTooSmall:
+    """The same error, asking for `margin` bytes more, and naming what the budget covers."""
     minimum = error.minimum + margin
     message = str(error).replace(str(error.minimum), str(minimum)).replace(format_budget(error.minimum), format_budget(minimum))
+    if num_models > 1:
+        message += (
+            f" The budget is the process's: the smallest of those given for its {num_models} compiled models "
+            "(model.zinf.close() takes one out)."
+        )
     return BudgetTooSmall(message, minimum, error.culprit)
 
 
@@ -121,7 +126,7 @@ class Domain:
         """Add a model. Returns its number, which tells its parameters from those of other models."""
         if not self.live_sessions():
             self.arena.acquire()
-            self.arena.reset_peak()
+            self.gauge.forget_peaks()
         self.sessions = [ref for ref in self.sessions if (s := ref()) is not None and not s.closed]
         self.sessions.append(weakref.ref(session))
         self._session_count += 1
@@ -333,15 +338,17 @@ class Domain:
         sessions = self.live_sessions()
         for session in sessions:
             session.refresh()
+        params = self._params()
+        self.timeline.keep_only(params.keys(), self.pieces.keys())
         planned = dict(self._labels)
         runs = self._runs()
         measured = self.gauge.measured(self._labels, self.plan, planned)
-        program, names = build_program(runs, self._params(), self._rates(), measured)
+        program, names = build_program(runs, params, self._rates(), measured)
         held = self.held()
         try:
             plan = make_plan(program, self._cluster(), self.budget, held=held)
         except BudgetTooSmall as error:
-            if not collected and gc.collect() and self.held() < held:
+            if not collected and gc.collect() and (self.held() < held or any(s.closed for s in sessions)):
                 self._replan(collected=True)  # garbage is no reason to refuse
                 return
             begun = any(s.graph_runs for s in sessions)
@@ -349,7 +356,7 @@ class Domain:
             if (error.minimum - held > self.budget or strict) and not begun:
                 self._stale = True
                 # What user code holds differs by a little from run to run: ask for a grain more than was needed here.
-                raise with_margin(error, HELD_GRAIN) from None
+                raise with_margin(error, HELD_GRAIN, len(sessions)) from None
             # The step alone would fit, but something outside the plan has taken the room (a stock optimizer's states, the
             # user's own tensors): go on with the leanest plan; the allocator spills what would pass the budget, and the
             # report says so.
@@ -364,7 +371,8 @@ class Domain:
         self.addresses.restart()
         self._stale = False
         for session in sessions:
-            session.apply(plan)
+            if not session.closed:  # its module may have been collected meanwhile
+                session.apply(plan)
         self.limit_changed()
         self.native.zinf_trimmer(-1 if plan.nothing_to_offload else self.mapped_allowance)
         seconds = time.perf_counter() - start

@@ -56,6 +56,8 @@ class Gauge:
         self._pace: dict[RunKey, float] = {}  # measured seconds / estimated seconds
         self.news = False
         self._peak = 0  # since the last step
+        self.spilled_peak = 0
+        self.over_limit_peak = 0
         self._waited = 0.0
         self._update_start = 0.0
         self.update_pace = 1.0  # measured seconds of an update / estimated seconds of its arithmetic
@@ -93,7 +95,10 @@ class Gauge:
         self._update_start = 0.0
 
     def _reset(self) -> None:
-        self._peak = max(self._peak, self._arena.peak)
+        stats = self._arena.stats()
+        self._peak = max(self._peak, stats["peak"])
+        self.spilled_peak = max(self.spilled_peak, stats["spilled_peak"])
+        self.over_limit_peak = max(self.over_limit_peak, stats["over_limit_peak"])
         self._arena.reset_peak()
 
     def step_done(self) -> None:
@@ -128,6 +133,11 @@ class Gauge:
         elif key.phase == "backward":
             self._kept.pop(RunKey(key.piece, "forward", key.masters, key.occurrence), None)
         self._reset()
+
+    def forget_peaks(self) -> None:
+        """A first model joins: what was spilled or passed before is not its doing."""
+        self._arena.reset_peak()
+        self.spilled_peak = self.over_limit_peak = 0
 
     def forget_open(self) -> None:
         """Forwards whose backward never came no longer hold anything."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from ._torch import storage_key, storage_users
 from .budget import format_bytes
 from .capture import GraphSide
-from .errors import ZinfError
+from .errors import StoreError, ZinfError
 from .liveness import ParamInfo
 from .run_report import render_report
 from .runtime.masters import Masters, give_back_free_memory, is_movable
@@ -58,7 +59,7 @@ class Session:
         self._runs_before = 0
         self._reserved = 0
         self._module = weakref.ref(module)
-        self._store_dir = store_dir
+        self._store_dir = checked_folder(store_dir) if store_dir is not None else None
         self._store: NvmeStore | None = None
         self._params: dict[str, nn.Parameter] = {}
         self._slots: list[tuple[dict[str, Any], str, nn.Parameter, bool]] = []
@@ -106,9 +107,9 @@ class Session:
             "live": arena["live"],
             "peak": arena["peak"],
             "spilled": arena["spilled"],
-            "spilled_peak": arena["spilled_peak"],
+            "spilled_peak": self.domain.gauge.spilled_peak,
             "spills": arena["spills"] - self._arena_start["spills"],
-            "over_limit_peak": arena["over_limit_peak"],
+            "over_limit_peak": self.domain.gauge.over_limit_peak,
             "step_peak": self.domain.gauge.step.peak,
             "step_bytes_read": self.domain.gauge.step.bytes_read,
             "step_bytes_written": self.domain.gauge.step.bytes_written,
@@ -138,7 +139,7 @@ class Session:
         self.domain.limit_changed()  # what comes back to RAM now is no longer under this model's budget
         if self._adopted is not None:
             self._adopted.release()
-            for _, _, state in existing_states(self._adopted.optimizer):
+            for _, _, state in self._states():
                 self.masters.to_ram(state)
         for param in self._params.values():
             self.masters.to_ram(param)
@@ -244,7 +245,7 @@ class Session:
         needed = 0
         for param in self._params.values():
             nbytes = param.numel() * param.element_size()
-            states = planned_states(self._adopted.optimizer, param) if self._adopted is not None else ()
+            states = self._planned_states(param)
             extra = nbytes + (sum(n for _, n in states) if states else 2 * nbytes)
             needed += nbytes + (extra if id(param) in trainable else 0)
         if needed <= self.budget:
@@ -271,7 +272,7 @@ class Session:
             movable = is_movable(param) and sharing[storage_key(param)] == 1
             if movable and not self.masters.on_disk(param):
                 movable = storage_users(param) == 1
-            states = planned_states(self._adopted.optimizer, param) if self._adopted is not None else ()
+            states = self._planned_states(param)
             seconds = param.numel() * UPDATE_SECONDS * self.domain.gauge.update_pace if states else 0.0
             infos[self._prefix + name] = ParamInfo(
                 nbytes, str(param.dtype).removeprefix("torch."), tuple(param.shape), movable, param.requires_grad, states, seconds
@@ -287,9 +288,16 @@ class Session:
             total += self.masters.ram_bytes(param)
             if param.grad is not None:
                 total += self.masters.ram_bytes(param.grad)
-        if self._adopted is not None:
-            total += sum(self.masters.ram_bytes(t) for _, _, t in existing_states(self._adopted.optimizer))
-        return total
+        return total + sum(self.masters.ram_bytes(t) for _, _, t in self._states())
+
+    def _states(self) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        """(parameter, name, state) of the adopted optimizer, nothing once user code has dropped it."""
+        optimizer = self._adopted.alive() if self._adopted is not None else None
+        return existing_states(optimizer) if optimizer is not None else iter(())
+
+    def _planned_states(self, param: torch.Tensor) -> tuple[tuple[str, int], ...]:
+        optimizer = self._adopted.alive() if self._adopted is not None else None
+        return planned_states(optimizer, param) if optimizer is not None else ()
 
     # ---- homes --------------------------------------------------------------------------------------------------------
 
@@ -354,6 +362,8 @@ class Session:
         try:
             if isinstance(example_inputs, dict):
                 module(**example_inputs)
+            elif isinstance(example_inputs, torch.Tensor):
+                module(example_inputs)
             else:
                 module(*example_inputs)
         except PlannedOnly:
@@ -392,9 +402,8 @@ class Session:
     def _planned_tensors(self) -> Iterator[tuple[torch.Tensor, str]]:
         for param in self._params.values():
             yield param, self.home_of("", param)
-        if self._adopted is not None:
-            for owner, name, state in existing_states(self._adopted.optimizer):
-                yield state, self.home_of(name, owner)
+        for owner, name, state in self._states():
+            yield state, self.home_of(name, owner)
 
     def _nvme_bytes(self, plan: Plan) -> int:
         """Disk space that this model's share of a plan takes, in whole pages."""
@@ -416,6 +425,20 @@ class Session:
         elif reserve > self._reserved:
             self._store.grow(reserve - self._reserved)
             self._reserved = reserve
+
+
+def checked_folder(store_dir: str) -> str:
+    """`store_dir` made if need be; StoreError naming it when nothing can be written there."""
+    folder = Path(store_dir)
+    try:
+        if not store_dir:
+            raise OSError("the path is empty")
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise StoreError(f"store_dir={store_dir!r} cannot hold a store: {error}. Name a folder on a disk that this process may write to") from error
+    return store_dir
 
 
 def _nothing() -> None:

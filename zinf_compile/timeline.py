@@ -8,6 +8,7 @@ The planned step is the sequence of distinct episodes seen; an order never seen 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 # More distinct episodes than this and the oldest is forgotten: a loop that never repeats must not grow the plan.
@@ -93,6 +94,12 @@ class Timeline:
         """Plan for an episode before it has run: what a graph that was just captured will most likely do."""
         if not any(set(known) >= set(episode) for known in self.episodes):
             self.episodes[episode] = 0
+
+    def keep_only(self, masters: Collection[str], pieces: Collection[int]) -> None:
+        """Forget episodes of graphs or parameters that no longer exist (a layer was removed)."""
+        for known in list(self.episodes):
+            if any(run.piece not in pieces or any(m and m not in masters for m in run.masters) for run in known):
+                del self.episodes[known]
 
     def forget_piece(self, piece: int) -> None:
         for known in [k for k in self.episodes if any(run.piece == piece for run in k)]:
