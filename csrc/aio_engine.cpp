@@ -244,7 +244,7 @@ int64_t Engine::submit(void* address, int64_t offset, char* memory, int64_t nbyt
     ++store.reads_in_flight;
   }
   work_cv_[write].notify_all();
-  if (write && store.window == 0) finished_cv.wait(lock, [&] { return request->finished; });
+  if (write && nbytes > store.window) finished_cv.wait(lock, [&] { return request->finished; });
   return request->ticket;
 }
 

@@ -15,7 +15,7 @@ int zinf_store_close(int64_t store);        // waits for transfers, closes descr
                                             // and transfers of them are from then on copies through the mappings
 int zinf_store_direct(int64_t store);       // 1: O_DIRECT works and is coherent with the mapping here, 0: buffered
 int zinf_store_drain(int64_t store);        // waits until no write is in flight; reports the first write that failed
-int zinf_store_write_window(int64_t store, int64_t nbytes);  // a new write waits until in-flight + its size fit (0: synchronous)
+int zinf_store_write_window(int64_t store, int64_t nbytes);  // a new write waits until in-flight + its size fit; a larger one is synchronous
 
 // ---- blocks: page-aligned extents of a store's file, each with a shared mapping of its own ---------------------------
 void* zinf_block_new(int64_t store, int64_t nbytes);  // address of the mapping (its length is rounded up to a page)

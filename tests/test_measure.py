@@ -34,6 +34,9 @@ class FakeArena:
     def reset_peak(self) -> None:
         self.peak = self.live
 
+    def stats(self) -> dict[str, int]:
+        return {"live": self.live, "peak": self.peak, "spilled_peak": 0, "over_limit_peak": 0}
+
 
 class Bench:
     """A gauge with everything around it."""

@@ -220,3 +220,13 @@ def test_counts_are_of_the_latest_whole_step():
     assert set(timeline.last_step.values()) == {3}
     timeline.step_done()
     assert set(timeline.last_step.values()) == {1}
+
+
+def test_a_part_of_something_planned_does_not_take_back_the_news():
+    """A step of two nested graphs (new), then one of them alone: the nested order is still to be planned."""
+    timeline = Timeline()
+    for piece, phase in ((0, "forward"), (1, "forward"), (1, "backward"), (0, "backward")):
+        run(timeline, piece, phase)
+    assert timeline.changed
+    run(timeline, 0, "forward"), run(timeline, 0, "backward")
+    assert timeline.changed

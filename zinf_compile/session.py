@@ -35,6 +35,8 @@ logger = logging.getLogger("zinf_compile")
 RESERVE_SLACK = 1.05
 # Seconds of an adopted optimizer's arithmetic for one element, before one has been measured.
 UPDATE_SECONDS = 1e-9
+# An update stages at most a parameter, its gradient and three states.
+STAGED_TENSORS = 5
 # A parameter of less than a page is not worth a block.
 MIN_MOVE = 4096
 
@@ -338,6 +340,9 @@ class Session:
         """Ahead of a native update."""
         if self.domain.stale:
             self.domain.replan_if_known()
+        if self._store is not None:
+            # The update's writes come out of its staging buffers, whose number bounds them already.
+            self._store.write_window(STAGED_TENSORS * self.update_tile * self.update_depth)
         self.domain.gauge.update_begins()
 
     def account(self, nbytes: int) -> None:
@@ -346,6 +351,8 @@ class Session:
 
     def after_update(self, params: Sequence[torch.Tensor]) -> None:
         """Working copies of what was updated are of the past."""
+        if self._store is not None and self.domain.plan is not None:
+            self._store.write_window(self.domain.plan.options.get("write_window", 0))
         self.domain.gauge.update_ends(sum(p.numel() for p in params) * UPDATE_SECONDS)
         for param in params:
             if self.masters.on_disk(param):

@@ -75,14 +75,12 @@ class Timeline:
         """End the current episode; forwards still open have been dropped by user code."""
         if self._runs:
             episode = tuple(self._runs)
-            if episode not in self.episodes:
+            # A part of something planned is no news: its variants serve it.
+            if not any(set(known) >= set(episode) for known in self.episodes):
                 self.changed = True
-                if any(set(known) >= set(episode) for known in self.episodes):
-                    self.changed = False  # a part of something planned: its variants serve it
-                else:
-                    for known in [k for k in self.episodes if set(k) <= set(episode)]:
-                        del self.episodes[known]
-                    self.episodes[episode] = 0
+                for known in [k for k in self.episodes if set(k) <= set(episode)]:
+                    del self.episodes[known]
+                self.episodes[episode] = 0
             if episode in self.episodes:
                 self.episodes[episode] += 1
             while len(self.episodes) > MAX_EPISODES:

@@ -3,11 +3,14 @@
 Invariants
   1 every zinf op carries the id of an event of this graph, of its own kind; every such event has its op, once
   2 zinf ops stand in the plan's issue order (a reduce_grad may stand a few views later)
-  3 an op that computes with a master homed on disk reads a working copy that has been gathered
+  3 an op that computes with a master homed on disk, or with an activation that the plan reloads, reads a working copy
   4 nothing reads a working copy (or a view of it) behind its release
   5 no output is a working copy or a view of one
   6 what a graph returns for a gradient that is handed over is what reduce_grad returned
   7 a zinf op's arguments are graph values and its site: no key, name or address is baked in
+  8 a zinf op is given what its event names, and what it returns for an output stands in all positions of that output
+  9 a zinf op stands between the ops that its event stands between (a reduce_grad may stand behind views of its gradient)
+ 10 the graph's own ops are all there, in the order in which they were captured
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import fx
 from . import _torch
 from .errors import PlanMismatch
 from .passes.binding import EVENT_KEY, Binding
-from .schedule import Plan
+from .schedule import Event, Plan
 
 zinf = torch.ops.zinf
 KINDS = {
@@ -62,6 +65,7 @@ def verify_graph(gm: fx.GraphModule, plan: Plan, binding: Binding) -> None:
             raise PlanMismatch(
                 f"invariant 1: graph {binding.label}: the plan's event {event.id} ({event.op} {', '.join(event.buffers)}) has no op"
             )
+    seen_nodes = set(mine)
     previous = -1
     for node in mine:
         if node.target is zinf.reduce_grad.default:
@@ -72,6 +76,7 @@ def verify_graph(gm: fx.GraphModule, plan: Plan, binding: Binding) -> None:
 
     released: dict[fx.Node, int] = {n.args[0]: at[n] for n in mine if n.target is zinf.release.default}
     on_disk = {p for name, places in binding.masters.items() if plan.homes.get(name) == "nvme" for p in places}
+    on_disk |= {p for e in events.values() if e.op == "reload" for name in e.buffers for p in binding.saved_inputs.get(name, ())}
     for node in nodes:
         if node.op != "call_function" or node.target in KINDS:
             continue
@@ -80,7 +85,7 @@ def verify_graph(gm: fx.GraphModule, plan: Plan, binding: Binding) -> None:
             if root in released and at[node] > released[root]:
                 refuse(4, node, f"it reads {argument.name}, whose working copy was released before")
             if root in on_disk and _key(node) != _key(argument) and not _writes(node, argument):
-                refuse(3, node, f"it computes with {argument.name}, a master on disk, without a gather")
+                refuse(3, node, f"it computes with {argument.name}, which is on disk, without a gather or a reload")
     out = gm.graph.output_node()
     for argument in out.all_input_nodes:
         root = _root(argument)
@@ -92,6 +97,48 @@ def verify_graph(gm: fx.GraphModule, plan: Plan, binding: Binding) -> None:
         for position in positions:
             if outs[position] in handed:
                 refuse(6, outs[position], "a gradient is returned beside its reduce_grad")
+    for node in mine:
+        wrong = _misplaced(node, events[node.meta[EVENT_KEY]], events, binding, outs)
+        if wrong:
+            refuse(8, node, wrong)
+
+    order = {n: i for i, n in enumerate(binding.ops)}
+    own = [n for n in nodes if n.op not in ("placeholder", "output") and n.target not in KINDS]
+    for i, node in enumerate(own):
+        if order.get(node) != i:
+            refuse(10, node, "it is not the op that was captured in this place")
+    if len(own) != len(binding.ops):
+        raise PlanMismatch(f"invariant 10: graph {binding.label}: {len(binding.ops) - len(own)} ops at the end are missing")
+    passed = 0
+    for node in nodes:
+        if node in order:
+            passed += 1
+        if node not in seen_nodes:
+            continue
+        event = events[node.meta[EVENT_KEY]]
+        due = event.step - binding.first + (event.op in ("release", "offload", "reduce_grad"))
+        late = own[due:passed] if event.op == "reduce_grad" else []
+        if passed != due and (not late or any(_key(n) != _key(node.all_input_nodes[0]) for n in late)):
+            refuse(9, node, f"{passed} ops stand in front of it, not {due}")
+
+
+def _misplaced(node: fx.Node, event: Event, events: dict[int, Event], binding: Binding, outs: list[Any]) -> str:
+    """What is wrong with the argument of a zinf op, or with the outputs that it is for; "" when all is right."""
+    source, name = node.args[0], event.buffers[0]
+    if event.op in ("gather", "prefetch", "reload"):
+        places = [*binding.saved_inputs.get(name, ()), *(binding.masters.get(name, ()) if event.op != "reload" else ())]
+        return "" if source in places else f"it is given {source}, not {name}"
+    if event.op == "release":
+        made = events.get(source.meta.get(EVENT_KEY, -1)) if isinstance(source, fx.Node) else None
+        right = made is not None and made.op in ("gather", "reload") and made.buffers == event.buffers and made.id < event.id
+        return "" if right else f"it is given {source}, which is no copy of {name}"
+    if event.op == "offload":
+        positions = binding.saved_outputs.get(name, [])
+    else:
+        positions, master = binding.gradients.get(name, ([], ""))
+        if node.args[1] not in binding.masters.get(master, ()):
+            return f"it hands the gradient to {node.args[1]}, not to {master}"
+    return "" if all(outs[i] is node for i in positions) else f"the graph returns something else for {name}"
 
 
 def _key(node: fx.Node) -> int | None:

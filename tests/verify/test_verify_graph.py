@@ -146,11 +146,11 @@ def test_3_a_reader_of_the_master(either):
         with either.graph.inserting_before(copy.next):
             late = either.graph.call_function(torch.ops.aten.exp.default, (copy.args[0],))
         late.meta["val"] = torch.empty_like(copy.meta["val"])
-        either.refused(3, f"node {late.name}: it computes with {copy.args[0].name}, a master on disk, without a gather")
+        either.refused(3, f"node {late.name}: it computes with {copy.args[0].name}, which is on disk, without a gather or a reload")
         either.graph.erase_node(late)
         for reader in [u for u in copy.users if u.target is not zinf.release.default]:
             reader.replace_input_with(copy, copy.args[0])
-            either.refused(3, "a master on disk, without a gather")
+            either.refused(3, "which is on disk, without a gather or a reload")
             reader.replace_input_with(copy.args[0], copy)
         either.check()
 

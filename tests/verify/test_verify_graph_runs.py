@@ -133,6 +133,7 @@ def test_releases_are_what_keeps_the_budget(running):
     plan = running.domain.plan
     peaks, results = running.step()
     assert plan.homes["3.weight"] == "nvme" and running.budget < 2 * WEIGHT
+    assert max(peaks.values()) <= running.budget and running.model.zinf.stats()["spills"] == 0
     again, same = running.step()
     # Nothing but the graph decides; writes in flight may hold an activation a little longer.
     assert all(abs(again[phase] - peaks[phase]) < WEIGHT // 4 for phase in peaks) and equal(same, results)
