@@ -72,6 +72,7 @@ def compile_model(
         if optimizer is not None:
             session.adopt(AdoptedOptimizer(optimizer, session))
         session.make_room()
+        session.domain.limit_begins()
         capture.install(model, session, session.before_call, session.after_call)
         if example_inputs is not None:
             session.plan_with(example_inputs)

@@ -126,7 +126,6 @@ class Domain:
         """Add a model. Returns its number, which tells its parameters from those of other models."""
         if not self.live_sessions():
             self.arena.acquire()
-            self.gauge.forget_peaks()
         self.sessions = [ref for ref in self.sessions if (s := ref()) is not None and not s.closed]
         self.sessions.append(weakref.ref(session))
         self._session_count += 1
@@ -161,6 +160,11 @@ class Domain:
         spill = next((s.spill_dir for s in sessions if s.spill_dir), None)
         threshold = max(SPILL_LEAST, min(SPILL_MOST, self.budget // 64))
         self.arena.set_limit(self.budget, strict, spill, threshold)
+
+    def limit_begins(self) -> None:
+        """A first model has joined and made room: what it was built with, before it was ours, is not held against it."""
+        if len(self.live_sessions()) == 1:
+            self.gauge.forget_peaks()
 
     def own(self, session: Session, params: Iterable[tuple[str, nn.Parameter]]) -> None:
         """(Re-)register a model's parameters under their planned names."""
