@@ -340,6 +340,15 @@ def test_thousands_of_protected_blocks_written_by_two_threads(lib, store):
     assert all((t == 1).all() for t in tensors)
 
 
+def resident_at(address: int) -> int:
+    """Resident bytes of the mapping that starts at `address`, as the kernel counts them."""
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if line.startswith(f"{address:x}-"):
+                return next(int(found.split()[1]) << 10 for found in file if found.startswith("Rss:"))
+    raise AssertionError(f"no mapping starts at {address:#x}")
+
+
 def resident_file_bytes() -> int:
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssFile"))
@@ -351,13 +360,14 @@ def test_the_trimmer_bounds_resident_pages(lib, store):
     lib.zinf_trimmer(8 << 20)
     try:
         time.sleep(0.25)
-        base, peak = resident_file_bytes(), 0
-        for i, t in enumerate(tensors):
+        base = resident_file_bytes()
+        for i, t in enumerate(tensors):  # 56 MiB in all
             t.fill_(i)
-            time.sleep(0.004)
-            peak = max(peak, resident_file_bytes())
+            give_up = time.monotonic() + 20  # a busy machine may keep the thread waiting; it must come in the end
+            while resident_file_bytes() - base > 12 << 20 and time.monotonic() < give_up:
+                time.sleep(0.002)
+            assert resident_file_bytes() - base <= 12 << 20
         assert lib.zinf_trimmer_drops() > 0
-        assert peak - base < 24 << 20  # 56 MiB were touched
         assert all((t == i).all() for i, t in enumerate(tensors))
     finally:
         lib.zinf_trimmer(-1)
@@ -365,7 +375,7 @@ def test_the_trimmer_bounds_resident_pages(lib, store):
 
 def test_dropping_a_block_keeps_its_contents(lib, store):
     tensor = store.new_tensor((1 << 20,)).fill_(2.5)
-    before = resident_file_bytes()
+    assert tensor.sum() == 2.5 * (1 << 20) and resident_at(tensor.data_ptr()) > 0
     assert lib.zinf_block_drop(tensor.data_ptr()) == 0
-    assert resident_file_bytes() < before - (3 << 20)
+    assert resident_at(tensor.data_ptr()) == 0
     assert (tensor == 2.5).all()
