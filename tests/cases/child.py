@@ -148,7 +148,13 @@ class Session:
     def bytes_moved(self) -> int:
         """By any of the models: the engine counts for the process, from the compilation of each model on."""
         stats = [m.zinf.stats() for m in self.models]
-        return max(s["bytes_read"] + s["bytes_written"] for s in stats)
+        return max(s["bytes_read"] + s["bytes_written"] + s["spilled_peak"] for s in stats)  # what spilled is on disk too
+
+    def fits(self) -> bool:
+        """Whether nothing had to move: the plan says so, and the allocator neither spilled nor passed the budget."""
+        stats = [m.zinf.stats() for m in self.models]
+        quiet = all(s["spilled_peak"] == 0 and s["over_limit_peak"] == 0 for s in stats)
+        return quiet and all(s["graph_runs"] > 0 for s in stats) and all(m.zinf.plan.nothing_to_offload for m in self.models)
 
     def close(self) -> None:
         for model in self.models:
@@ -176,6 +182,7 @@ def run_zinf(case: ModuleType, budget: Any, job: Job, after_build: Callable | No
                 warnings.simplefilter("always")
                 run["result"] = train(case, session.wrap, session.factory, after_build)
             run["moved"] = session.bytes_moved()
+            run["fits"] = session.fits()
         except BudgetTooSmall as error:
             if searching and run["tries"] < MAX_TRIES:
                 run["budget"] = max(error.minimum, run["budget"] + 1)
