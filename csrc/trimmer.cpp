@@ -155,8 +155,10 @@ void trimmer_spilled(int64_t bytes, int64_t limit, int64_t (*drop)(void)) {
 
 extern "C" {
 int zinf_trimmer(int64_t allowance_bytes) {
-  zinf::trimmer().allowance = allowance_bytes;
-  zinf::trimmer().wake();
+  auto& t = zinf::trimmer();
+  t.allowance = allowance_bytes;
+  t.wake();
+  if (allowance_bytes < 0) std::lock_guard<std::mutex>{t.look_mutex};  // a look that has begun has ended on return
   return 0;
 }
 

@@ -35,6 +35,7 @@ int zinf_poll(int64_t ticket);              // 1 finished, 0 not yet
 
 // ---- page trimmer: keeps pages of blocks and of spilled tensors in this process under an allowance ----------------------
 // < 0: blocks are left alone, and spilled tensors are kept under an allowance of their own (1/16 of the limit, 1 to 16 MiB).
+// With < 0 no block is dropped any more on return, unless there are spilled tensors.
 // The thread that does it starts when there is something to trim, and sleeps while there is nothing.
 int zinf_trimmer(int64_t allowance_bytes);
 

@@ -5,7 +5,7 @@ import torch
 from tests.cases.compare import CLOSE, DIFFERENT, SAME, compare
 from tests.cases.harness import judge, judge_scenario
 
-RUN = {"budget": 100, "moved": 1, "graphs": 1, "breaks": 0, "tries": 2, "seconds": 0.1, "io": [0, 0]}
+RUN = {"budget": 100, "moved": 1, "spilled": 0, "graphs": 1, "breaks": 0, "tries": 2, "seconds": 0.1, "io": [0, 0]}
 
 
 def error(kind, *bases, message="no space in the store"):
@@ -31,6 +31,7 @@ def test_judge_wants_equal_values_and_bytes_moved():
     assert judge("01", {**RUN, "result": 1}, 1, 200, 1e-5).status == SAME
     assert judge("01", {**RUN, "result": 2}, 1, 200, 1e-5).status == "wrong"
     assert judge("01", {**RUN, "result": 1, "moved": 0}, 1, 200, 1e-5).status == "wrong"
+    assert judge("01", {**RUN, "result": 1, "moved": 0, "spilled": 9}, 1, 200, 1e-5).status == SAME
     assert judge("01", {**RUN, "result": 1, "moved": 0, "budget": 300}, 1, 200, 1e-5).status == SAME
     assert judge("01", {**RUN, "error": error("Unsupported", "ZinfError")}, 1, 200, 1e-5).status == "wrong"
     assert judge("47", {**RUN, "error": error("Unsupported", "ZinfError")}, 1, 200, 1e-5).status == "refused"

@@ -113,7 +113,9 @@ def make_backend(session: Session) -> Callable[[fx.GraphModule, list[Any]], Call
         )
         # Donated buffers would forbid retain_graph=True.
         with _torch.functorch_config.patch(donated_buffer=False):
-            return compile_graph(gm, example_inputs)
+            compiled = compile_graph(gm, example_inputs)
+        masters.clear()  # Dynamo may keep the closures above for longer than the module lives
+        return compiled
 
     return backend
 

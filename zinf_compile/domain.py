@@ -28,10 +28,10 @@ from .errors import BudgetTooSmall
 from .liveness import GraphFacts, ParamInfo, Run, analyse, build_program
 from .measure import Gauge, planned_saved
 from .passes import pipeline
-from .passes.binding import Binding
 from .placement import AddressPlanner
 from .planner import make_plan
 from .program import Program
+from .rewrite import rewritten
 from .runtime.arena import Arena
 from .runtime.executor import Executor, Runner, Variant, compile_boxed
 from .runtime.gradients import Gradients
@@ -39,7 +39,6 @@ from .runtime.native import io_stats, load
 from .schedule import Plan
 from .timeline import RunKey, Timeline
 from .verify import verify_plan
-from .verify_graph import verify_graph
 
 if TYPE_CHECKING:
     from .session import Session
@@ -78,7 +77,7 @@ class Piece:
     session: weakref.ref[Session]
     forward: GraphFacts
     backward: GraphFacts | None
-    masters: list[nn.Parameter]
+    num_masters: int  # not they themselves: Dynamo may keep a graph for longer than its module lives
     inference: bool
     sizes: dict[sympy.Symbol, int] = field(default_factory=dict)
 
@@ -197,7 +196,7 @@ class Domain:
             weakref.ref(session),
             analyse(forward),
             analyse(backward) if backward is not None else None,
-            masters,
+            len(masters),
             backward is None,
         )
         self.pieces[piece.id] = piece
@@ -222,7 +221,7 @@ class Domain:
         order = tuple(n for _, n in sorted(zip(facts.side.masters.values(), names)))
         key = self.timeline.key(piece.id, runner.phase, self._master_names(piece, facts, order, runner.phase))
         self._grow_sizes(piece, facts.symbol_values(args))
-        if self._stale or key not in self._labels:
+        if self._stale or key not in self._labels or self._crowded_out():
             self._expect(piece, key)
             self._replan()
         variant = self._variant(key, piece)
@@ -239,12 +238,12 @@ class Domain:
         """Names of all the piece's masters: a backward may receive fewer than the forward, and takes the forward's."""
         if phase != "backward":
             known = dict(zip(sorted(facts.side.masters.values()), order))
-            return tuple(known.get(k, "") for k in range(len(piece.masters)))
+            return tuple(known.get(k, "") for k in range(piece.num_masters))
         mine = dict(zip(sorted(facts.side.masters.values()), order))
         for forward in self.timeline.open_keys():
             if forward.piece == piece.id and all(forward.masters[k] == n for k, n in mine.items()):
                 return forward.masters
-        return tuple(mine.get(k, "") for k in range(len(piece.masters)))
+        return tuple(mine.get(k, "") for k in range(piece.num_masters))
 
     def _name_of(self, param: Any, session: Session) -> str:
         master = self.master_of(param)
@@ -302,6 +301,11 @@ class Domain:
     def held(self) -> int:
         """Bytes under the budget that no plan accounts for: user tensors, another library's states, spilled leftovers aside."""
         return -(-max(0, self.arena.live - self._accounted()) // HELD_GRAIN) * HELD_GRAIN
+
+    def _crowded_out(self) -> bool:
+        """User code holds more than was planned for, and it no longer fits: what can leave should, before tensors are spilled.
+        By quarters, so that memory that grows step by step is planned for a few times only."""
+        return self.gauge.crowded() and self.held() > self.planned_held + max(HELD_GRAIN, self.planned_held // 4)
 
     def _accounted(self) -> int:
         """Bytes in RAM that the plan's own buffers take right now: masters, gradients, states, saved activations, copies."""
@@ -431,22 +435,17 @@ class Domain:
     def _variant(self, key: RunKey, piece: Piece) -> Variant:
         if key not in self._variants:
             facts = piece.facts(key.phase)
-            gm, binding = self.rewrite(key, facts)
+            gm = self.rewrite(key, facts)
             self._instances += 1
             moves = any(n.op == "call_function" and getattr(n.target, "namespace", "") == "zinf" for n in gm.graph.nodes)
             self._variants[key] = Variant(compile_boxed(gm), self._instances, moves, gm)
         return self._variants[key]
 
-    def rewrite(self, key: RunKey, facts: GraphFacts, instruments: tuple[pipeline.Instrument, ...] = ()) -> tuple[fx.GraphModule, Binding]:
+    def rewrite(self, key: RunKey, facts: GraphFacts, instruments: tuple[pipeline.Instrument, ...] = ()) -> fx.GraphModule:
         """A copy of a captured graph with the plan written into it, checked."""
         assert self.plan is not None
         label = self._labels[key]
-        gm, nodes = _copy(facts.side.gm)
-        binding = bind(label, self._firsts.get(label, 0), facts, self._names[label], nodes, gm, key.masters)
-        if not self.plan.nothing_to_offload:
-            pipeline.run(gm, binding, self.plan, instruments=instruments)
-            verify_graph(gm, self.plan, binding)
-        return gm, binding
+        return rewritten(self.plan, label, self._firsts.get(label, 0), facts, self._names[label], key.masters, instruments)
 
     def histories(self) -> dict[str, list[tuple[str, str]]]:
         """For each planned run, its printed graph after each pass."""
@@ -462,39 +461,3 @@ def _bucket(value: int) -> int:
     """The next size at which a plan is made: a quarter of a power of two, so at most a quarter more than asked."""
     step = max(1, (1 << max(0, value.bit_length() - 1)) // BUCKETS_PER_OCTAVE)
     return -(-value // step) * step
-
-
-def _copy(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    graph = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(gm.graph, nodes))
-    return fx.GraphModule(gm, graph), nodes
-
-
-def bind(
-    label: str,
-    first: int,
-    facts: GraphFacts,
-    names: list[str],
-    nodes: dict[fx.Node, fx.Node],
-    gm: fx.GraphModule,
-    masters: tuple[str, ...],
-) -> Binding:
-    """Tie a copied graph to the Program's names."""
-    side = facts.side
-    places = gm.graph.find_nodes(op="placeholder")
-    original = side.gm.graph
-    ops = [nodes[n] for n in original.nodes if n.op not in ("placeholder", "output")]
-    binding = Binding(label, first, ops)
-    for position, k in side.masters.items():
-        binding.masters.setdefault(masters[k], []).append(places[position])
-    for buffer, name in zip(facts.buffers, names):
-        kind, what = buffer.origin
-        if side.phase == "backward" and kind == "input":
-            binding.saved_inputs[name] = [places[i] for i in buffer.places]
-        if side.phase == "forward" and buffer.saved_positions and buffer.saved_at >= 0:
-            binding.saved_outputs[name] = list(buffer.saved_positions)
-        for k in dict.fromkeys(buffer.grads):
-            positions = [i for i, g in side.grads.items() if g == k]
-            binding.gradients[f"grad:{masters[k]}"] = (positions, masters[k])
-    return binding

@@ -68,6 +68,11 @@ class Gauge:
     def saved_bytes(self) -> int:
         return sum(self._kept.values())
 
+    def crowded(self) -> bool:
+        """Whether the allocator has spilled, or passed the budget, since the last graph run."""
+        stats = self._arena.stats()
+        return stats["spilled_peak"] > 0 or stats["over_limit_peak"] > 0
+
     def before(self, key: RunKey, accounted: Callable[[], int]) -> None:
         """accounted: bytes in RAM that the plan's own buffers take right now; asked for while there is something to learn."""
         record = self.records.setdefault(key, Record())

@@ -455,12 +455,14 @@ def _nothing() -> None:
 def _abandon(ref: weakref.ref[Session]) -> None:
     """The module is gone: so are its masters; free the store and forget its graphs."""
     session = ref()
-    if session is None or session.closed:
+    if session is None:
+        return
+    params, session._params, session._slots = session._params, {}, []  # Dynamo may keep the session for longer
+    if session.closed:
         return
     session.closed = True
-    for param in session._params.values():
+    for param in params.values():
         session.masters.forget(param)
-    session._params, session._slots = {}, []
     session.domain.leave(session)
     if session._store is not None:
         session._store.close()

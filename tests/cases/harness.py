@@ -56,7 +56,8 @@ class Row:
     budget: Any = None
     minimum: int | None = None
     plain_peak: int = 0
-    moved: int = 0
+    moved: int = 0  # by the engine, as planned
+    spilled: int = 0  # by the allocator: the most at once
     read: int = 0
     written: int = 0
     graphs: int = 0
@@ -90,9 +91,9 @@ def run_child(job: Job) -> dict[str, Any]:
 
 
 def judge(name: str, run: dict[str, Any], reference: Any, peak: int, tol: float) -> Row:
-    """Equal values; bytes moved wherever the budget is under what plain PyTorch used; an error only where one is allowed."""
+    """Equal values; bytes moved to or from the disk wherever the budget is under what plain PyTorch used; an error only where one is allowed."""
     row = Row(name, "", "wrong", run["budget"], plain_peak=peak)
-    for key in ("moved", "graphs", "breaks", "tries", "seconds"):
+    for key in ("moved", "spilled", "graphs", "breaks", "tries", "seconds"):
         setattr(row, key, run[key])
     row.read, row.written = run["io"]
     if "error" in run:
@@ -104,7 +105,7 @@ def judge(name: str, run: dict[str, Any], reference: Any, peak: int, tol: float)
     status, where = compare(reference, run["result"], tol=tol)
     if status not in (SAME, CLOSE):
         row.note = where
-    elif run["moved"] <= 0 and isinstance(run["budget"], int) and run["budget"] < peak and name not in TRAINS_ELSEWHERE and not (run.get("fits") and run["tries"] == 1):
+    elif run["moved"] + run["spilled"] <= 0 and isinstance(run["budget"], int) and run["budget"] < peak and name not in TRAINS_ELSEWHERE:
         row.note = f"nothing was moved under {run['budget']} bytes, though plain PyTorch used {peak}"
     else:
         row.status, row.note = status, where
@@ -204,26 +205,26 @@ class CaseRunner:
         if left and status != "wrong":
             status, note = "wrong", f"left in the store directory after exit: {left}"
         row = Row(self.name, label, status, scenario["mem_budget"], plain_peak=peak, note=note)
-        row.moved, row.graphs, row.breaks, row.tries, row.seconds = (run[k] for k in ("moved", "graphs", "breaks", "tries", "seconds"))
+        row.moved, row.spilled, row.graphs, row.breaks, row.tries, row.seconds = (run[k] for k in ("moved", "spilled", "graphs", "breaks", "tries", "seconds"))
         row.read, row.written = run["io"]
         return row
 
 
-HEADER = f"{'case':5s}{'run':12s}{'status':9s}{'budget':>12s}{'plain peak':>12s}{'moved':>12s}{'graphs':>8s}{'breaks':>8s}{'tries':>7s}{'s':>7s}  note"
+HEADER = f"{'case':5s}{'run':12s}{'status':9s}{'budget':>12s}{'plain peak':>12s}{'moved':>12s}{'spilled':>10s}{'graphs':>8s}{'breaks':>8s}{'tries':>7s}{'s':>7s}  note"
 
 
 def line(row: Row) -> str:
     return (
-        f"{row.case:5s}{row.run:12s}{row.status:9s}{str(row.budget)[:11]:>12s}{row.plain_peak:>12d}{row.moved:>12d}"
+        f"{row.case:5s}{row.run:12s}{row.status:9s}{str(row.budget)[:11]:>12s}{row.plain_peak:>12d}{row.moved:>12d}{row.spilled:>10d}"
         f"{row.graphs:>8d}{row.breaks:>8d}{row.tries:>7d}{row.seconds:>7.1f}  {row.note.splitlines()[0][:150] if row.note else ''}"
     )
 
 
 def markdown(rows: Iterable[Row]) -> str:
-    out = ["| case | run | result | budget | smallest budget | plain peak | moved | graphs | note |", "|---|---|---|---|---|---|---|---|---|"]
+    out = ["| case | run | result | budget | smallest budget | plain peak | moved | spilled | graphs | note |", "|---|---|---|---|---|---|---|---|---|---|"]
     for r in rows:
         note = r.note.splitlines()[0][:120].replace("|", "\\|") if r.note else ""
-        out.append(f"| {r.case} | {r.run} | {r.status} | {r.budget} | {r.minimum or ''} | {r.plain_peak} | {r.moved} | {r.graphs} | {note} |")
+        out.append(f"| {r.case} | {r.run} | {r.status} | {r.budget} | {r.minimum or ''} | {r.plain_peak} | {r.moved} | {r.spilled} | {r.graphs} | {note} |")
     return "\n".join(out) + "\n"
 
 

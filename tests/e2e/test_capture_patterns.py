@@ -4,7 +4,9 @@ twin: bit-equal results, gradients and buffers."""
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -359,3 +361,18 @@ def test_sparse_gradient_is_right_or_refused_by_name(zinf):
         zinf.run_both(models.SparseGradient, pattern, moves=False)
     except Unsupported as refusal:
         assert "sparse" in str(refusal)
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "not closed"])
+def test_a_model_with_graph_breaks_is_freed_with_its_gradients(zinf, closed):
+    """Dynamo keeps the functions in which it resumes after a break, and what was compiled for them."""
+    model = zinf.compiled(build(models.Prints), 64 << 20)
+    model(inputs()).backward()
+    found = [weakref.ref(model.a.weight), weakref.ref(model.a.weight.grad)]
+    zinf.models.clear()
+    if closed:
+        model.zinf.close()
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert [ref() for ref in found] == [None, None]

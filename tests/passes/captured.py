@@ -16,13 +16,13 @@ from zinf_compile import capture
 from zinf_compile.capture import GraphSide
 from zinf_compile.cluster import Cluster
 from zinf_compile.cost import Rates
-from zinf_compile.domain import bind
 from zinf_compile.errors import BudgetTooSmall
 from zinf_compile.liveness import GraphFacts, ParamInfo, Run, analyse, build_program
 from zinf_compile.passes import pipeline
 from zinf_compile.passes.binding import Binding
 from zinf_compile.planner import make_plan
 from zinf_compile.program import Program
+from zinf_compile.rewrite import bind
 from zinf_compile.runtime.executor import compile_boxed
 from zinf_compile.schedule import Plan
 

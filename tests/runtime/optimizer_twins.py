@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ class Disk:
     """Mapped tensors of one store, by the engine's C interface."""
 
     def __init__(self, directory: str) -> None:
-        self.library = native.load()
+        self.library, self.directory = native.load(), directory
         self.handle = self.library.zinf_store_open(directory.encode(), 512 << 20)
         assert self.handle > 0, self.library.zinf_last_error()
         self.blocks: list[int] = []
@@ -40,6 +41,7 @@ class Disk:
         for address in self.blocks:
             self.library.zinf_block_free(address)
         self.library.zinf_store_close(self.handle)
+        Path(self.directory, "data.bin").unlink()
 
 
 class Session:

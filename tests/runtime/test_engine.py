@@ -375,7 +375,12 @@ def test_the_trimmer_bounds_resident_pages(lib, store):
 
 def test_dropping_a_block_keeps_its_contents(lib, store):
     tensor = store.new_tensor((1 << 20,)).fill_(2.5)
-    assert tensor.sum() == 2.5 * (1 << 20) and resident_at(tensor.data_ptr()) > 0
+    for _ in range(100):  # the kernel may take pages back where memory is short: those were then none that a drop has to find
+        assert tensor.sum() == 2.5 * (1 << 20)
+        if resident_at(tensor.data_ptr()) > 0:
+            break
+    else:
+        pytest.fail("reading a block leaves none of its pages in this process: there is nothing to drop")
     assert lib.zinf_block_drop(tensor.data_ptr()) == 0
     assert resident_at(tensor.data_ptr()) == 0
     assert (tensor == 2.5).all()

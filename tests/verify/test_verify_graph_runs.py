@@ -132,7 +132,8 @@ def test_releases_are_what_keeps_the_budget(running):
     running.variants.clear()
     plan = running.domain.plan
     peaks, results = running.step()
-    assert plan.homes["3.weight"] == "nvme" and running.budget < 2 * WEIGHT
+    # What earlier tests have left in the process is held beside the model.
+    assert plan.homes["3.weight"] == "nvme" and running.budget - plan.options["held"] < 2 * WEIGHT
     assert max(peaks.values()) <= running.budget and running.model.zinf.stats()["spills"] == 0
     again, same = running.step()
     # Nothing but the graph decides; writes in flight may hold an activation a little longer.
