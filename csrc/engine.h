@@ -37,6 +37,16 @@ int64_t zinf_prefetch_count(void);               // prefetches that no gather ha
 void zinf_held_forget_all(void);                 // drops copies, waits for prefetches; after an exception
 void zinf_prefetch_cancel_all(void);             // only the prefetches: none may outlive a graph instance
 void zinf_block_invalidate(void* block);         // somebody writes the block: its copy and prefetch are stale
+
+// States read ahead of their update (read_ahead.cpp). None of these blocks.
+void zinf_ahead_states(const void* master, int32_t count, void* const* blocks);  // which blocks hold a parameter's states
+void zinf_ahead_allow(int allowed);              // whether zinf_ahead_start does anything
+void zinf_ahead_start(const void* master);       // starts to read the states of the parameter at this address
+int64_t zinf_ahead_count(void);                  // copies that no update has taken yet
+int64_t zinf_ahead_bytes(void);                  // memory under the budget that they take, abandoned ones included
+int64_t zinf_ahead_taken(void);                  // bytes that updates have found read, since the process started
+void zinf_ahead_drop(void* block);               // the block's copy is stale
+void zinf_ahead_forget(void);                    // drops all copies, and what zinf_ahead_states has said
 int zinf_held_arm(void);                         // write-protects the block of every held copy, so that a write makes it stale
 }
 
@@ -161,5 +171,14 @@ class Engine {
 Engine& engine();  // made at the first call, never destroyed: its threads may outlive main()
 
 void barrier_forget(Block& block);
+
+// A block's contents as read ahead: complete once `ticket` is. memory is null where there is no valid copy.
+struct AheadCopy {
+  char* memory = nullptr;
+  int64_t ticket = 0;
+};
+AheadCopy ahead_find(void* block, int64_t nbytes);
+void ahead_took(int64_t nbytes);  // an update has used so much of them
+void ahead_fork_handlers();
 
 }  // namespace zinf

@@ -138,6 +138,7 @@ struct Copies {
 };
 
 void on_block_free(void* block) {
+  zinf_ahead_drop(block);
   std::vector<Copy> trash;
   std::lock_guard<std::mutex> lock(Copies::all().mutex);
   Copies::all().forget(block, trash);
@@ -233,6 +234,10 @@ Tensor reload(const Tensor& saved, int64_t) { return complete_copy(saved, false)
 void prefetch(const Tensor& master) {
   int64_t ticket = 0;
   if (void* block = block_of_tensor(master)) find_or_read(block, master, &ticket);
+}
+
+void read_ahead(const Tensor& master) {
+  if (master.numel() > 0) zinf_ahead_start(master.data_ptr());
 }
 
 void release(const Tensor& copy) {
@@ -380,6 +385,7 @@ void accumulate(const Tensor& home, const Tensor& grad) {
   // freeing a tensor, then the allocator's.
   zinf_alloc_fork_handlers();
   (void)zinf::engine();
+  zinf::ahead_fork_handlers();
   pthread_atfork(Copies::lock_for_fork, Copies::unlock_in_parent, Copies::unlock_in_child);
   zinf_set_block_free_hook(on_block_free);
   return true;
@@ -444,6 +450,7 @@ int zinf_held_arm(void) {
 
 STABLE_TORCH_LIBRARY_IMPL(zinf, CPU, m) {
   m.impl("prefetch", TORCH_BOX(&prefetch));
+  m.impl("read_ahead", TORCH_BOX(&read_ahead));
   m.impl("gather", TORCH_BOX(&gather));
   m.impl("release", TORCH_BOX(&release));
   m.impl("offload", TORCH_BOX(&offload));

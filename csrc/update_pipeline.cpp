@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
@@ -108,18 +109,25 @@ bool is_written(int i) { return i != 1; }
 // How the jobs are cut: sizes that the caller must know before the run, to account for the staging memory.
 struct Layout {
     std::vector<int> blocks;   // per job: bit i is set where tensor i lives in a block
+    std::vector<std::array<zinf::AheadCopy, kTensors>> ahead;  // per job: states that were read during the backward
     int buffers = 0;           // staging buffers of one slot: the most blocks that a job has
     int64_t buffer_bytes = 0, staged_tiles = 0, tile = 0;
     int slots = 0;
 
-    Layout(const zinf_update_job* jobs, int64_t njobs, int64_t tile_bytes, int depth) : blocks(njobs) {
+    Layout(const zinf_update_job* jobs, int64_t njobs, int64_t tile_bytes, int depth) : blocks(njobs), ahead(njobs) {
         tile_bytes = std::max<int64_t>(tile_bytes / zinf::kAlign, 1) * zinf::kAlign;
         tile = tile_bytes / kElement;
         for (int64_t j = 0; j < njobs; ++j) {
             for (int i = 0; i < kTensors; ++i)
                 if (jobs[j].numel > 0 && tensor(jobs[j], i) && zinf_block_bytes(tensor(jobs[j], i)) >= 0) blocks[j] |= 1 << i;
             if (!blocks[j]) continue;
-            buffers = std::max(buffers, __builtin_popcount(blocks[j]));
+            int staged = blocks[j];
+            for (int i = 2; i < kTensors; ++i) {
+                if (!(blocks[j] >> i & 1)) continue;
+                ahead[j][i] = zinf::ahead_find(tensor(jobs[j], i), jobs[j].numel * kElement);
+                if (ahead[j][i].memory) staged &= ~(1 << i);
+            }
+            buffers = std::max(buffers, __builtin_popcount(staged));
             buffer_bytes = std::max(buffer_bytes, std::min(tile_bytes, zinf::round_up(jobs[j].numel * kElement, zinf::kAlign)));
             staged_tiles += (jobs[j].numel + tile - 1) / tile;
         }
@@ -199,6 +207,11 @@ class Update {
         for (int i = 0; i < kTensors; ++i) {
             slot.buffers[i] = nullptr;
             if (!(layout_.blocks[tile.job] >> i & 1)) continue;
+            if (const zinf::AheadCopy& copy = layout_.ahead[tile.job][i]; copy.memory) {
+                slot.buffers[i] = copy.memory + tile.first * kElement;  // updated and written back in place
+                slot.tickets[i] = copy.ticket;
+                continue;
+            }
             slot.buffers[i] = buffer;
             buffer += layout_.buffer_bytes;
             if (!is_read(job, i) || !error_.empty()) continue;
@@ -305,6 +318,12 @@ int zinf_update_run(const zinf_update_job* jobs, int64_t njobs, int64_t tile_byt
         Workers workers(total >= 2 * kPiece ? std::max(threads, 1) - 1 : 0);
         const int mkl_threads = zinf_update_mkl_threads(1);
         ok = Update(jobs, njobs, layout, static_cast<char*>(own ? own : staging), workers).run(failed_job);
+        for (int64_t j = 0; j < njobs; ++j)  // updated, so they are no longer what their blocks held
+            for (int i = 2; i < kTensors; ++i)
+                if (layout.ahead[j][i].memory) {
+                    zinf::ahead_took(jobs[j].numel * kElement);
+                    zinf_ahead_drop(tensor(jobs[j], i));
+                }
         zinf_update_mkl_threads(mkl_threads);
     }
     if (own) munmap(own, layout.bytes());

@@ -17,6 +17,7 @@ from .binding import EVENT_KEY, Binding
 from .insert_gather import insert_gather
 from .insert_offload import insert_offload
 from .insert_prefetch import insert_prefetch
+from .insert_read_ahead import insert_read_ahead
 from .insert_reduce_grad import insert_reduce_grad
 from .insert_release import insert_release
 
@@ -37,6 +38,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("insert_reduce_grad", insert_reduce_grad, provides=frozenset({"gradients"})),
     Pass("insert_release", insert_release, requires=frozenset({"copies"})),
     Pass("insert_prefetch", insert_prefetch, requires=frozenset({"copies"})),
+    Pass("insert_read_ahead", insert_read_ahead),
 )
 
 

@@ -1,7 +1,7 @@
 """Runs rewritten graphs. Brackets every run for the allocator and the engine, and cleans up whatever way a run ends.
 
 What a graph may leave behind: the tensors that it returns, and working copies that the plan keeps over the turn, which are
-write-protected here. Prefetches never outlive a run, and every write is on disk before user code goes on.
+write-protected here, and optimizer states read ahead for the update. Prefetches never outlive a run, and every write is on disk before user code goes on.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Executor:
             return outs, time.perf_counter() - start
         except BaseException as error:
             native.zinf_held_forget_all()
+            native.zinf_ahead_forget()
             if store:
                 native.zinf_store_drain(store)
             translated = self._translate(error)

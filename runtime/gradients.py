@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from .._torch import grad_observed, grad_wanted
+from .._torch import creating_graph, grad_observed, grad_wanted
 
 
 class Gradients:
@@ -44,6 +44,7 @@ class Gradients:
             wanted is True
             and current is not None
             and not grad_observed(master)
+            and not creating_graph()  # adding in place would lose where the sum comes from: the user may differentiate it
             and current.layout == grad.layout == torch.strided
             and current.dtype == grad.dtype
             and current.shape == grad.shape

@@ -83,6 +83,13 @@ _SIGNATURES: dict[str, tuple] = {
     "zinf_prefetch_cancel_all": (None, []),
     "zinf_block_invalidate": (None, [_ptr]),
     "zinf_held_arm": (_int, []),
+    "zinf_ahead_states": (None, [_ptr, ctypes.c_int32, ctypes.POINTER(_ptr)]),
+    "zinf_ahead_allow": (None, [_int]),
+    "zinf_ahead_start": (None, [_ptr]),
+    "zinf_ahead_count": (_i64, []),
+    "zinf_ahead_bytes": (_i64, []),
+    "zinf_ahead_taken": (_i64, []),
+    "zinf_ahead_forget": (None, []),
     "zinf_python_signals": (None, [ctypes.POINTER(_ptr)]),  # csrc/signals.cpp
 }
 

@@ -3,6 +3,7 @@
 Importing this module needs no compiler: graphs with zinf:: ops can be built, planned and verified without one.
 
   prefetch(master)          starts to read a block into a working copy; nothing for a tensor in RAM
+  read_ahead(master)        starts to read the states of a parameter, for the update that follows this backward
   gather(master, site)      the working copy, complete; a tensor in RAM is returned itself
   release(copy)             the working copy's bytes may go
   offload(x)                a block with the contents of x, written asynchronously; reload(saved, site) brings it back
@@ -26,6 +27,7 @@ from . import native
 
 SCHEMAS = (
     "prefetch(Tensor master) -> ()",
+    "read_ahead(Tensor master) -> ()",
     "gather(Tensor master, int site) -> Tensor",
     "release(Tensor copy) -> ()",
     "offload(Tensor x) -> Tensor",
@@ -60,6 +62,7 @@ def _block(store: int, size: list, dtype: torch.dtype) -> Tensor:
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "prefetch": _nothing,
+    "read_ahead": _nothing,
     "gather": _same,
     "release": _nothing,
     "offload": _same,

@@ -12,21 +12,31 @@ from .errors import PlanMismatch, ZinfError
 from .report import diff_plans, render_plan
 from .schedule import VERSION, Plan
 from .simulate import simulate
-from .verify import verify_standalone
+from .verify_standalone import verify_standalone
+
+A_PLAN = "A plan is the JSON file that model.zinf.plan.save(path) writes once the model has run, or has had example_inputs="
+
+
+class NoPlan(PlanMismatch):
+    """The file given holds no plan that can be read."""
 
 
 def _load(path: str) -> Plan:
-    """A plan from a file; PlanMismatch names the file where it isn't one."""
+    """A plan from a file; NoPlan names the file where it isn't one."""
     try:
         text = Path(path).read_text()
     except OSError as e:
-        raise PlanMismatch(f"{path}: cannot be read: {e.strerror}.") from e
+        raise NoPlan(f"{path}: cannot be read: {e.strerror}. {A_PLAN}") from e
+    except UnicodeDecodeError as e:
+        raise NoPlan(f"{path} is not a plan: it is binary. {A_PLAN}") from e
     try:
         plan = Plan.from_json(text)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as e:
-        raise PlanMismatch(f"{path} is not a plan: {type(e).__name__}: {e}.") from e
+    except json.JSONDecodeError as e:
+        raise NoPlan(f"{path} is not a plan: it is not JSON: {e}. {A_PLAN}") from e
+    except (KeyError, TypeError, AttributeError, ValueError) as e:
+        raise NoPlan(f"{path} is not a plan: it is JSON of something else ({type(e).__name__}: {e}). {A_PLAN}") from e
     if plan.version != VERSION:
-        raise PlanMismatch(f"{path} is a plan of version {plan.version}, this program reads version {VERSION}: plan again.")
+        raise NoPlan(f"{path} is a plan of version {plan.version}, this program reads version {VERSION}: plan again")
     return plan
 
 
@@ -46,7 +56,7 @@ def _simulation(plan: Plan) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; 0: done, 1: the plan is refused or isn't one, 2: wrong usage."""
+    """Runs one command; 0: done, 1: the plan is refused, 2: wrong usage, a file that is no plan among it."""
     parser = argparse.ArgumentParser(prog="zinf", description="Look at plans of zinf_compile.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in (
@@ -70,6 +80,9 @@ def main(argv: list[str] | None = None) -> int:
             plan = _load(given.plan)
             verify_standalone(plan)
             print(f"{given.plan}: {len(plan.events)} events, {len(plan.placements)} placements: safe at any timing")
+    except NoPlan as e:
+        print(f"zinf: {e}", file=sys.stderr)
+        return 2
     except (ZinfError, ValueError) as e:
         print(f"zinf: {e}", file=sys.stderr)
         return 1

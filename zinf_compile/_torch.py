@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,6 +93,55 @@ def grad_wanted(param: torch.Tensor) -> bool | str:
 def grad_observed(param: torch.Tensor) -> bool:
     """Whether user code sees this leaf's gradient on its way (tensor hooks, post-accumulate hooks, multi-grad hooks)."""
     return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+# Whether this thread runs a compiled graph of a backward under create_graph=True: a fact about torch's call, as its grad mode
+# is, which torch turns off around the graph. Not a ContextVar: torch runs the graph in a context of its own.
+_running = threading.local()
+
+
+def creating_graph() -> bool:
+    """Whether the graph that is running belongs to a backward whose gradients the user may differentiate again."""
+    return getattr(_running, "creates_graph", False)
+
+
+@contextmanager
+def backward_again(refusal: Callable[[], Exception]) -> Iterator[None]:
+    """Graphs that AOTAutograd compiles inside allow retain_graph=True, and raise `refusal()` where a gradient that they
+    computed is differentiated again.
+
+    torch raises a RuntimeError of its own for the latter, out of the autograd engine, where none of our code is on the stack.
+    The class that raises it is made anew in each backward under create_graph=True, by a method of the function's class."""
+    before = set(torch.autograd.Function.__subclasses__())
+    # Donated buffers would forbid retain_graph=True.
+    with functorch_config.patch(donated_buffer=False):
+        yield
+    made: list[Any] = torch.autograd.Function.__subclasses__()
+    for function in made:
+        if function not in before and "_double_backward" in function.__dict__:
+            function._double_backward = staticmethod(_refusing(function._double_backward, refusal))
+            # Undecided (None) counts as donated when the first backward was an ordinary one and a later one retains.
+            function.metadata.bw_donated_idxs = []
+
+
+def _refusing(original: Callable[..., Any], refusal: Callable[[], Exception]) -> Callable[..., Any]:
+    """`_double_backward(ctx, impl_fn, all_args)`, with `refusal` in place of torch's error."""
+
+    def refuse(ctx: Any, *grads: Any) -> None:
+        raise refusal()
+
+    def double_backward(ctx: Any, impl_fn: Callable[..., Any], all_args: list[Any]) -> Any:
+        def run(inner: Any) -> Any:
+            type(inner)._forward_cls.backward = staticmethod(refuse)
+            before, _running.creates_graph = creating_graph(), True
+            try:
+                return impl_fn(inner)
+            finally:
+                _running.creates_graph = before
+
+        return original(ctx, run, all_args)
+
+    return double_backward
 
 
 def self_check() -> list[str]:

@@ -43,12 +43,13 @@ def compile_model(
 
     Args:
         mem_budget: bytes that the process may hold above its base (interpreter, torch, traces): an int, "4GiB", or
-            MemBudget(device=...). None: what the process may still take, less 10 %; printed.
+            MemBudget(device=...). None, also as the device: what the process may still take, less 10 %; printed.
         optimizer: an AdamW, Adam or SGD over the model's parameters; it stays the same object, and its step() runs natively
             and out of core. Any other optimizer works without being handed over, only slower.
         store_dir: where to put what does not fit; default: the first directory with enough space.
         example_inputs: plan in this call rather than in the first forward.
-        strict: raise where an allocation would pass the budget unplanned, instead of putting it on disk.
+        strict: raise where an allocation would pass the budget unplanned, instead of putting it on disk; and Unsupported after
+            a call that ran no planned graph because Dynamo could not trace it, instead of going on in eager.
 
     Raises:
         ValueError: the budget is malformed. BudgetTooSmall (at the first forward, or here with example_inputs): nothing
@@ -63,6 +64,8 @@ def compile_model(
         raise Unsupported(f"parameters on {', '.join(sorted(devices))}: this version runs on CPU; call model.cpu() first")
     if any(p.is_meta for p in model.parameters()):
         raise Unsupported("parameters on the meta device have no values: call model.to_empty(device='cpu') and load them first")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _check_optimizer(optimizer, model)
     previous = model.__dict__.get("zinf")
     if isinstance(previous, Session):
         previous.close()
@@ -91,13 +94,30 @@ def show_progress() -> None:
         logger.setLevel(logging.INFO)
 
 
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Unsupported for an optimizer that updates nothing of this model, or whose steps are to be differentiated."""
+    kind = type(optimizer).__name__
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for p in given):
+        raise Unsupported(
+            f"optimizer={kind}: none of its {len(given)} parameters is one of {type(model).__name__}'s {len(own)}: make it from "
+            "this model's parameters(), after anything that replaces them, or don't pass it as optimizer="
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise Unsupported(
+            f"optimizer={kind}(differentiable=True) cannot be adopted: its step is to be differentiated, and the engine's update "
+            "has no gradient. Create it without differentiable, or don't pass it as optimizer=: then step() is torch's own"
+        )
+
+
 def _budget(mem_budget: int | str | MemBudget | None) -> int:
+    if isinstance(mem_budget, MemBudget):
+        if mem_budget.host is not None:
+            raise ValueError("mem_budget: host= has no meaning where the device is the CPU: RAM is the device tier; leave it out")
+        mem_budget = mem_budget.device
     if mem_budget is None:
         budget = default_budget()
         logger.info("zinf_compile: mem_budget not given: using %s", format_bytes(budget))
         return budget
-    if isinstance(mem_budget, MemBudget):
-        if mem_budget.host is not None:
-            raise ValueError("mem_budget: host= has no meaning where the device is the CPU: RAM is the device tier; leave it out")
-        return parse_budget(mem_budget.device)
     return parse_budget(mem_budget)

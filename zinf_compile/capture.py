@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from . import _torch
+from .errors import Unsupported
 from .reinplace import reuse_dead_operands
 
 logger = logging.getLogger("zinf_compile")
@@ -111,13 +112,22 @@ def make_backend(session: Session) -> Callable[[fx.GraphModule, list[Any]], Call
             partition_fn=partition,
             keep_inference_input_mutations=True,
         )
-        # Donated buffers would forbid retain_graph=True.
-        with _torch.functorch_config.patch(donated_buffer=False):
+        with _torch.backward_again(no_double_backward):
             compiled = compile_graph(gm, example_inputs)
         masters.clear()  # Dynamo may keep the closures above for longer than the module lives
         return compiled
 
     return backend
+
+
+def no_double_backward() -> Unsupported:
+    """The error for differentiating a compiled model's gradient: AOTAutograd makes a backward graph, none of that graph."""
+    return Unsupported(
+        "double backward: a gradient that went through a compiled model (create_graph=True) was differentiated again, and a "
+        "compiled model has first-order gradients only. Compute what you differentiate twice, e.g. a gradient penalty, with "
+        "model.forward(...) instead of model(...): plain PyTorch on the same parameters, whose memory is not planned. Or call "
+        "model.zinf.close() to train this model uncompiled"
+    )
 
 
 def outputs_of(graph: fx.Graph) -> list[Any]:

@@ -49,6 +49,10 @@ logger = logging.getLogger("zinf_compile")
 BUCKETS_PER_OCTAVE = 4
 
 
+# States read ahead in vain before that is given up (a GradScaler skips a few steps at first).
+AHEAD_MISSES = 8
+
+
 # Bytes of user code are planned in grains, so that a plan does not depend on a few tensors more or less.
 HELD_GRAIN = 16 << 10
 
@@ -111,6 +115,8 @@ class Domain:
         self._instances = 0
         self._piece_count = 0
         self._session_count = 0
+        self._ahead_labels: set[str] = set()  # runs in which states are read ahead
+        self._ahead_tried = self._ahead_missed = 0
         self.planned_held = 0  # bytes of user code when the plan was made
 
     def io(self) -> dict[str, float]:
@@ -141,6 +147,7 @@ class Domain:
         self.sessions = [ref for ref in self.sessions if ref() is not session and ref() is not None]
         self._variants = {k: v for k, v in self._variants.items() if k.piece in self.pieces}
         self._stale = True
+        self.native.zinf_ahead_forget()
         if self.sessions:
             self.limit_changed()
         else:
@@ -228,11 +235,26 @@ class Domain:
         if session.planning_only:
             raise session.planned_only()
         session.graph_runs += 1
+        self.native.zinf_ahead_allow(int(self._reads_ahead(key)))
         self.gauge.before(key, self._accounted)
         outs, seconds = self.executor.run(variant, args, session.store_handle)
         self.gauge.after(key, seconds, self._saved.get(self._labels[key], 0))
         self.timeline.record(key)
         return outs
+
+    def _reads_ahead(self, key: RunKey) -> bool:
+        """Whether this run may read states for the update that follows. A loop in which none follows soon loses the right."""
+        if self.native.zinf_ahead_bytes():  # another graph run where the update was to come: its memory is needed
+            self._ahead_missed += int(self.native.zinf_ahead_count() > 0)
+            self.native.zinf_ahead_forget()
+        if self._labels[key] not in self._ahead_labels or not self.timeline.last_of_step(key):
+            return False
+        if self._ahead_missed > AHEAD_MISSES and 4 * self._ahead_missed > self._ahead_tried:
+            return False
+        self._ahead_tried += 1
+        for session in self.live_sessions():
+            session.tell_states()
+        return True
 
     def _master_names(self, piece: Piece, facts: GraphFacts, order: tuple[str, ...], phase: str) -> tuple[str, ...]:
         """Names of all the piece's masters: a backward may receive fewer than the forward, and takes the forward's."""
@@ -309,7 +331,7 @@ class Domain:
 
     def _accounted(self) -> int:
         """Bytes in RAM that the plan's own buffers take right now: masters, gradients, states, saved activations, copies."""
-        total = self.native.zinf_held_bytes() + self.gauge.saved_bytes
+        total = self.native.zinf_held_bytes() + self.native.zinf_ahead_bytes() + self.gauge.saved_bytes
         for session in self.live_sessions():
             total += session.resident_bytes()
         return total
@@ -376,6 +398,7 @@ class Domain:
         self._saved = planned_saved(plan)
         self._firsts = {label: first for label, first, _ in program.graphs}
         self._variants = {}
+        self._ahead_labels = {e.graph for e in plan.events if e.op == "read_ahead"}
         self.addresses.restart()
         self._stale = False
         for session in sessions:

@@ -9,7 +9,7 @@ from .budget import format_bytes
 from .schedule import Event, Plan
 
 WIDTH, MOST_LINES = 120, 110
-_ORDER = ("compute", "prefetch", "gather", "reload", "release", "reduce_grad", "offload")
+_ORDER = ("compute", "prefetch", "read_ahead", "gather", "reload", "release", "reduce_grad", "offload")
 
 
 def render_plan(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 `events` is the issue order of a whole step; events of one stream run in that order, `after` is the only other ordering.
   compute      one op of the Program; `step` is its index in Program.ops
   prefetch     starts reading a parameter's master, or an offloaded activation, into a buffer of its own ("read" stream)
+  read_ahead   starts reading the states of one parameter, late in the backward, for its update     ("read" stream)
   gather       waits until a parameter's working copy is there; reload: the same for an activation   ("compute" stream, 0 s)
   release      the bytes of a working copy may be reused                                             ("compute" stream, 0 s)
   offload      writes an activation to disk ("write" stream); its bytes are free at the next event that waits for it
@@ -19,9 +20,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 VERSION = 1
-EVENT_OPS = ("compute", "prefetch", "gather", "release", "offload", "reload", "reduce_grad", "update")
+EVENT_OPS = ("compute", "prefetch", "read_ahead", "gather", "release", "offload", "reload", "reduce_grad", "update")
 STREAMS = ("compute", "read", "write")
 TIERS = ("device", "host", "nvme")
+
+
+def owner_of(name: str) -> str:
+    """The parameter of a gradient or an optimizer state ("grad:h.0.weight")."""
+    return name.split(":", 1)[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import nn
 from ._torch import storage_key, storage_users
 from .budget import format_bytes
 from .capture import GraphSide
-from .errors import StoreError, ZinfError
+from .errors import StoreError, Unsupported, ZinfError
 from .liveness import ParamInfo
 from .run_report import render_report
 from .runtime.masters import Masters, give_back_free_memory, is_movable
@@ -67,7 +67,7 @@ class Session:
         self._slots: list[tuple[dict[str, Any], str, nn.Parameter, bool]] = []
         self._strangers: dict[int, str] = {}
         self._adopted: AdoptedOptimizer | None = None
-        self._io_start = domain.io()
+        self._io_start, self._ahead_start = domain.io(), domain.native.zinf_ahead_taken()
         self._arena_start = domain.arena.stats()
         self.masters = Masters(domain.arena, domain.native)
         others = domain.live_sessions()
@@ -101,6 +101,7 @@ class Session:
             "bytes_read": io["bytes_read"] - self._io_start["bytes_read"],
             "bytes_written": io["bytes_written"] - self._io_start["bytes_written"],
             "wait_seconds": io["wait_seconds"] - self._io_start["wait_seconds"],
+            "bytes_read_ahead": self.domain.native.zinf_ahead_taken() - self._ahead_start,
             "calls": self.calls,
             "graph_runs": self.graph_runs,
             "plain_calls": self.plain_calls,
@@ -231,8 +232,17 @@ class Session:
                 return
 
     def after_call(self) -> None:
+        """Behind every outermost call. Raises: Unsupported, if strict, where it ran no planned graph."""
         if self.graph_runs == self._runs_before:
             self.plain_calls += 1
+            if self.strict:
+                module = self._module()
+                raise Unsupported(
+                    f"strict=True: a call of {type(module).__name__} ran no planned graph, because Dynamo could not trace it "
+                    "(TORCH_LOGS=graph_breaks says why) or was told not to (torch.compiler.disable, set_stance): it ran in eager, "
+                    f"where nothing plans its memory for {format_bytes(self.budget)}. Remove what stops the trace, compile only "
+                    "the part that traces, or leave strict out: then such calls keep the budget by spilling to disk"
+                )
             if self.plain_calls == 1:
                 logger.warning(
                     "zinf_compile: a call ran no planned graph, because Dynamo could not trace it (TORCH_LOGS=graph_breaks says "
@@ -354,9 +364,20 @@ class Session:
         if self._store is not None and self.domain.plan is not None:
             self._store.write_window(self.domain.plan.options.get("write_window", 0))
         self.domain.gauge.update_ends(sum(p.numel() for p in params) * UPDATE_SECONDS)
-        for param in params:
-            if self.masters.on_disk(param):
-                self.domain.native.zinf_block_invalidate(ctypes.c_void_p(param.data_ptr()))
+        stale = [param for param in params if self.masters.on_disk(param)]
+        if self.domain.native.zinf_ahead_count():  # of states that torch's own kernels have updated
+            stale += [state for _, _, state in self._states()]
+        for tensor in stale:
+            self.domain.native.zinf_block_invalidate(ctypes.c_void_p(tensor.data_ptr()))
+
+    def tell_states(self) -> None:
+        """Tell the engine which blocks hold each parameter's states, for the plan's read_ahead."""
+        blocks: dict[int, list[int]] = {}
+        for param, _, state in self._states():
+            if self.masters.on_disk(state):
+                blocks.setdefault(param.data_ptr(), []).append(state.data_ptr())
+        for address, found in blocks.items():
+            self.domain.native.zinf_ahead_states(ctypes.c_void_p(address), len(found), (ctypes.c_void_p * len(found))(*found))
 
     def planned_only(self) -> PlannedOnly:
         return PlannedOnly()

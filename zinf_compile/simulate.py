@@ -75,9 +75,13 @@ def _peak(plan: Plan, tier: str) -> int:
 
 
 def _traffic(plan: Plan) -> tuple[int, int]:
-    """Bytes that a step reads and writes. An update streams what is homed on disk, and writes back all but gradients."""
+    """Bytes that a step reads and writes. An update streams what is homed on disk and was not read ahead, and
+    writes back all but gradients."""
     read = written = 0
+    ahead: set[str] = set()
     for event in plan.events:
+        if event.op == "read_ahead":
+            ahead.update(event.buffers)
         if event.stream == "read":
             read += event.nbytes
         elif event.stream == "write":
@@ -85,6 +89,7 @@ def _traffic(plan: Plan) -> tuple[int, int]:
         elif event.op == "update":
             for name in event.buffers:
                 if plan.homes.get(name) == "nvme":
-                    read += plan.sizes[name]
+                    read += 0 if name in ahead else plan.sizes[name]
                     written += plan.sizes[name] if plan.kinds[name] != "grad" else 0
+                    ahead.discard(name)
     return read, written

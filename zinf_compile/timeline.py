@@ -56,6 +56,10 @@ class Timeline:
                     return RunKey(piece, phase, masters, forward.occurrence)
         return RunKey(piece, phase, masters, 0)
 
+    def last_of_step(self, key: RunKey) -> bool:
+        """Whether the run that comes is the last of its kind before the optimizer steps, if this step is like the one before."""
+        return self._this_step.get(key, 0) + 1 == self.last_step.get(key, 0)
+
     def step_done(self) -> None:
         self.last_step, self._this_step = self._this_step, {}
 

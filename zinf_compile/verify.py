@@ -12,7 +12,8 @@
     one, at any timing
 7   every placement lies in its tier: offset + nbytes <= budget - held on the device
 8   offsets are aligned: pages for buffers of a page or more, 64 bytes below
-9   every gathered copy is released, every prefetch waited for, every offload comes back before use
+9   every gathered copy is released, every prefetch waited for, every offload comes back before use; states that are read
+    ahead stay in place from there to their update, which waits for them
 10  every gradient that a graph completes is handed over by one reduce_grad right after that op, on its home's stream, before
     its update
 11  predicted seconds, peaks and traffic equal the simulator's
@@ -27,10 +28,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from dataclasses import replace
 
 from .errors import PlanMismatch
-from .program import Buffer, Op, Program
+from .program import Op, Program
 from .schedule import EVENT_OPS, STREAMS, TIERS, Event, Placement, Plan
 from .simulate import simulate
 
@@ -42,6 +42,7 @@ _STREAM_OF = {
     "reload": ("compute",),
     "release": ("compute",),
     "prefetch": ("read",),
+    "read_ahead": ("read",),
     "offload": ("write",),
     "reduce_grad": ("compute", "write"),
 }
@@ -61,98 +62,59 @@ def verify_plan(plan: Plan, program: Program) -> None:
     _predictions(plan)
 
 
-def verify_standalone(plan: Plan) -> None:
-    """Everything that a plan says about itself: 2, 4 to 9, 11 and 12. What ops touch isn't in a plan, so each op is taken to
-    touch the buffers that begin or end with it; `verify_plan` with the program is the full check.
-
-    Raises PlanMismatch as `verify_plan` does.
-    """
-    at: dict[int, list[str]] = {}
-    spaces: dict[int, int] = {}
-    for p in plan.placements:
-        if p.buffer.startswith("workspace:"):
-            spaces[p.birth] = p.nbytes
-        elif p.tier == "device" and not p.buffer.startswith("staging:"):
-            at.setdefault(p.birth, []).append(p.buffer)
-            fetched = 0 <= p.birth < len(plan.events) and plan.events[p.birth].op == "prefetch"
-            if fetched or plan.homes.get(p.buffer) != "nvme":  # else a write may hold the bytes after their last use
-                at.setdefault(p.death, []).append(p.buffer)
-    handed: dict[int, list[str]] = {}
-    for e in plan.events:
-        if e.op == "reduce_grad":
-            handed.setdefault(e.step, []).append(e.buffers[0])
-    ops = []
-    for e in plan.events:
-        if e.op in ("compute", "update"):
-            if e.step >= len(plan.labels):
-                _refuse(2, f"event {e.id} runs op {e.step}, but the plan has {len(plan.labels)}")
-            name, block = plan.labels[e.step]
-            phase = "update" if e.op == "update" else "user" if e.graph == "user" else "forward"
-            reads = e.buffers if e.op == "update" else tuple(at.get(e.id, ()))
-            writes = tuple(handed.get(e.step, ()))
-            ops.append(Op(e.graph, name, "", phase, e.seconds, spaces.get(e.id, 0), reads, writes, (), block))
-    buffers = {
-        name: Buffer(name, plan.kinds[name], nbytes, "", (), plan.homes.get(name) == "nvme")
-        for name, nbytes in plan.sizes.items()
-        if not name.startswith(("workspace:", "staging:"))
-    }
-    program = Program(tuple(ops), buffers)
-    verify_plan(replace(plan, fingerprint=program.fingerprint()), program)
-
-
-def _refuse(number: int, message: str) -> None:
+def refuse(number: int, message: str) -> None:
     raise PlanMismatch(f"invariant {number}: {message}")
 
 
 def _belongs(plan: Plan, program: Program) -> None:
     for name, b in program.buffers.items():
         if plan.sizes.get(name) != b.nbytes:
-            _refuse(1, f"buffer {name!r} has {b.nbytes} bytes in the program, {plan.sizes.get(name)} in the plan")
+            refuse(1, f"buffer {name!r} has {b.nbytes} bytes in the program, {plan.sizes.get(name)} in the plan")
         if plan.kinds.get(name) != b.kind:
-            _refuse(1, f"buffer {name!r} is a {b.kind} in the program, {plan.kinds.get(name)} in the plan")
+            refuse(1, f"buffer {name!r} is a {b.kind} in the program, {plan.kinds.get(name)} in the plan")
         if b.kind in _HOMED and name not in plan.homes:
-            _refuse(1, f"{b.kind} {name!r} has no home")
+            refuse(1, f"{b.kind} {name!r} has no home")
     if plan.fingerprint != program.fingerprint():
-        _refuse(1, f"the plan was made for program {plan.fingerprint}, this one is {program.fingerprint()}")
+        refuse(1, f"the plan was made for program {plan.fingerprint}, this one is {program.fingerprint()}")
     if plan.labels != tuple((op.name, op.block) for op in program.ops):
-        _refuse(1, "labels are not the program's ops")
+        refuse(1, "labels are not the program's ops")
     for name, tier in plan.homes.items():
         if name not in program.buffers or tier not in ("device", "nvme"):
-            _refuse(1, f"home of {name!r} is {tier!r}")
+            refuse(1, f"home of {name!r} is {tier!r}")
         if tier == "nvme" and not program.buffers[name].movable:
-            _refuse(1, f"{name!r} cannot live on nvme")
+            refuse(1, f"{name!r} cannot live on nvme")
 
 
 def _well_formed(plan: Plan, program: Program) -> None:
     last_compute, done = -1, 0
     for position, e in enumerate(plan.events):
         if e.id != position:
-            _refuse(2, f"event at position {position} has id {e.id}")
+            refuse(2, f"event at position {position} has id {e.id}")
         if e.op not in EVENT_OPS or e.stream not in STREAMS or e.stream not in _STREAM_OF[e.op]:
-            _refuse(2, f"event {e.id}: {e.op} on stream {e.stream}")
+            refuse(2, f"event {e.id}: {e.op} on stream {e.stream}")
         if any(not 0 <= a < e.id for a in e.after) or e.launch_at != last_compute:
-            _refuse(2, f"event {e.id} ({e.op}): after {e.after}, launch_at {e.launch_at}; the event before is {last_compute}")
+            refuse(2, f"event {e.id} ({e.op}): after {e.after}, launch_at {e.launch_at}; the event before is {last_compute}")
         if not (math.isfinite(e.seconds) and e.seconds >= 0 and e.nbytes >= 0):
-            _refuse(2, f"event {e.id} ({e.op}): {e.seconds} seconds, {e.nbytes} bytes")
+            refuse(2, f"event {e.id} ({e.op}): {e.seconds} seconds, {e.nbytes} bytes")
         if e.op in ("compute", "update"):
             if e.step != done or done >= len(program.ops):
-                _refuse(2, f"event {e.id} runs op {e.step}, the next one is {done}")
+                refuse(2, f"event {e.id} runs op {e.step}, the next one is {done}")
             op = program.ops[done]
             if e.graph != op.graph or (e.op == "update") != (op.phase == "update"):
-                _refuse(2, f"event {e.id} runs op {op.name!r} of {op.graph} as {e.op} of {e.graph}")
+                refuse(2, f"event {e.id} runs op {op.name!r} of {op.graph} as {e.op} of {e.graph}")
             done += 1
         else:
             follows = e.op in ("offload", "release", "reduce_grad")
             if e.step != (done - 1 if follows else done) or not 0 <= e.step < len(program.ops):
-                _refuse(2, f"event {e.id} ({e.op}) names op {e.step}, but stands between ops {done - 1} and {done}")
+                refuse(2, f"event {e.id} ({e.op}) names op {e.step}, but stands between ops {done - 1} and {done}")
             if e.graph != program.ops[e.step].graph or program.ops[e.step].phase not in ("forward", "backward"):
-                _refuse(2, f"event {e.id} ({e.op}) of {e.graph} is outside that graph")
-            if len(e.buffers) != 1 or e.buffers[0] not in program.buffers:
-                _refuse(2, f"event {e.id} ({e.op}) moves {e.buffers}")
+                refuse(2, f"event {e.id} ({e.op}) of {e.graph} is outside that graph")
+            if not e.buffers or (len(e.buffers) > 1 and e.op != "read_ahead") or any(n not in program.buffers for n in e.buffers):
+                refuse(2, f"event {e.id} ({e.op}) moves {e.buffers}")
         if e.stream == "compute":
             last_compute = e.id
     if done != len(program.ops):
-        _refuse(2, f"op {done} ({program.ops[done].name!r}) never runs")
+        refuse(2, f"op {done} ({program.ops[done].name!r}) never runs")
 
 
 class _Checker:
@@ -165,7 +127,7 @@ class _Checker:
         self.on_nvme: dict[str, list[Placement]] = {}
         for p in sorted(plan.placements, key=lambda p: (p.birth, p.death)):
             if p.tier not in TIERS or p.nbytes < plan.sizes.get(p.buffer, math.inf) or p.death < p.birth:
-                _refuse(3, f"placement of {p.buffer!r}: {p.nbytes} bytes on {p.tier}, events {p.birth} to {p.death}")
+                refuse(3, f"placement of {p.buffer!r}: {p.nbytes} bytes on {p.tier}, events {p.birth} to {p.death}")
             (self.on_nvme if p.tier == "nvme" else self.on_device).setdefault(p.buffer, []).append(p)
         self.staging = [p for name, held in self.on_device.items() if name.startswith("staging:") for p in held]
         self.event_of = {e.step: e for e in plan.events if e.op in ("compute", "update")}
@@ -208,24 +170,24 @@ class _Checker:
             if b.kind in _HOMED and b.nbytes:
                 held = (self.on_device if tier == "device" else self.on_nvme).get(name, ())
                 if not any(p.birth == -1 and p.death >= count for p in held):
-                    _refuse(3, f"{b.kind} {name!r} is not placed on its home, {tier}, for the whole step")
+                    refuse(3, f"{b.kind} {name!r} is not placed on its home, {tier}, for the whole step")
         for i, op in enumerate(self.program.ops):
             event = self.event_of[i]
             for name in dict.fromkeys((*op.reads, *op.writes)):
                 if self._needs_device(op, name) and self.cover(name, event.id) is None:
-                    _refuse(3, f"op {i} ({op.name!r}) touches {name!r}, which is not on the device then")
+                    refuse(3, f"op {i} ({op.name!r}) touches {name!r}, which is not on the device then")
             if op.workspace:
                 space = self.cover(f"workspace:{i}", event.id)
                 if space is None or space.nbytes < op.workspace:
-                    _refuse(3, f"op {i} ({op.name!r}) has no room for its workspace of {op.workspace} bytes")
+                    refuse(3, f"op {i} ({op.name!r}) has no room for its workspace of {op.workspace} bytes")
             if op.phase == "update":
                 self._staged(i, op, event)
         for name, b in self.program.buffers.items():
             if b.kind == "foreign" and b.nbytes and not any(p.birth == -1 for p in self.on_device.get(name, ())):
-                _refuse(3, f"foreign {name!r} is not reserved for the whole step")
+                refuse(3, f"foreign {name!r} is not reserved for the whole step")
             last = self.event_of[len(self.program.ops) - 1].id
             if b.kind == "output" and any(p.death < last for p in self.on_device.get(name, ())):
-                _refuse(3, f"output {name!r} is given up before the step ends")
+                refuse(3, f"output {name!r} is given up before the step ends")
 
     def _needs_device(self, op: Op, name: str) -> bool:
         b = self.program.buffers[name]
@@ -243,7 +205,7 @@ class _Checker:
         need = self.plan.options["update_tile"] * self.plan.options["update_depth"] * len(streamed)
         room = max((p.nbytes for p in self.staging if p.birth <= event.id <= p.death), default=0)
         if room < need:
-            _refuse(3, f"op {i} ({op.name!r}) streams {len(streamed)} tensors through {room} bytes, needs {need}")
+            refuse(3, f"op {i} ({op.name!r}) streams {len(streamed)} tensors through {room} bytes, needs {need}")
 
     # ---- 4, 5, 9 ----------------------------------------------------------------------------------------------------
 
@@ -263,64 +225,86 @@ class _Checker:
                     kind = self.program.buffers[name].kind
                     if name in state and kind not in ("grad", "optim_state") and self._needs_device(op, name):
                         if state[name] != "here":
-                            _refuse(5, f"op {e.step} ({op.name!r}) uses {name!r}, which is {state[name]}")
+                            refuse(5, f"op {e.step} ({op.name!r}) uses {name!r}, which is {state[name]}")
                     touched[name] = e.id
+                    if e.op == "update" and state.get(name) == "coming" and kind == "optim_state":
+                        if not self.before(last[name].id, e.id):
+                            refuse(9, f"the update of {name!r} doesn't wait for its read_ahead, event {last[name].id}")
+                        if not any(p.birth == last[name].id and p.death >= e.id for p in self.on_device.get(name, ())):
+                            refuse(9, f"{name!r}, read ahead by event {last[name].id}, is gone before its update")
+                        state[name] = "away"
+                continue
+            if e.op == "read_ahead":
+                self._read_ahead(e, state, last)
                 continue
             name = e.buffers[0]
             kind = self.program.buffers[name].kind
             if e.op == "reduce_grad":
                 continue  # invariant 10
             if name not in state or kind not in ("param", "activation"):
-                _refuse(4, f"event {e.id}: {e.op} of {kind} {name!r}, which lives on the device")
+                refuse(4, f"event {e.id}: {e.op} of {kind} {name!r}, which lives on the device")
             if e.op == "prefetch":
                 self._prefetch(e, name, state, last)
             elif e.op in ("gather", "reload"):
                 if (e.op == "gather") != (kind == "param"):
-                    _refuse(5, f"event {e.id}: {e.op} of {kind} {name!r}")
+                    refuse(5, f"event {e.id}: {e.op} of {kind} {name!r}")
                 if state[name] == "here" and e.op == "gather" and run_of[e.id] != run_of[last[name].id]:
                     last[name] = e  # a held copy, picked up by another graph
                     continue
                 if state[name] != "coming":
-                    _refuse(5, f"event {e.id}: {e.op} of {name!r}, which is {state[name]}: no prefetch brings it")
+                    refuse(5, f"event {e.id}: {e.op} of {name!r}, which is {state[name]}: no prefetch brings it")
                 if not self.before(last[name].id, e.id):
-                    _refuse(5, f"event {e.id}: {e.op} of {name!r} doesn't wait for its prefetch, event {last[name].id}")
+                    refuse(5, f"event {e.id}: {e.op} of {name!r} doesn't wait for its prefetch, event {last[name].id}")
                 if run_of[e.id] != run_of[last[name].id]:
-                    _refuse(4, f"event {e.id}: {name!r} is prefetched in another graph than the one that uses it")
+                    refuse(4, f"event {e.id}: {name!r} is prefetched in another graph than the one that uses it")
                 state[name], last[name] = "here", e
             elif e.op == "release":
                 if kind != "param" or state[name] != "here":
-                    _refuse(9, f"event {e.id}: release of {name!r}, which is {state[name]}")
+                    refuse(9, f"event {e.id}: release of {name!r}, which is {state[name]}")
                 if run_of[e.id] != run_of[last[name].id]:
-                    _refuse(9, f"event {e.id}: release of {name!r} in a graph that didn't gather it")
+                    refuse(9, f"event {e.id}: release of {name!r} in a graph that didn't gather it")
                 state[name], last[name] = "away", e
             elif e.op == "offload":
                 if kind != "activation" or state[name] != "here" or name not in touched:
-                    _refuse(4, f"event {e.id}: offload of {name!r}, which is {state[name]} or not written yet")
+                    refuse(4, f"event {e.id}: offload of {name!r}, which is {state[name]} or not written yet")
                 if not self.before(touched[name], e.id) or self.cover(name, e.id) is None:
-                    _refuse(4, f"event {e.id}: offload of {name!r} before its bytes are complete, or after they are gone")
+                    refuse(4, f"event {e.id}: offload of {name!r} before its bytes are complete, or after they are gone")
                 if e.nbytes != self.plan.sizes[name]:
-                    _refuse(4, f"event {e.id}: offload of {e.nbytes} bytes of {name!r}")
+                    refuse(4, f"event {e.id}: offload of {e.nbytes} bytes of {name!r}")
                 state[name], last[name] = "away", e
         for name, where in state.items():
             if self.program.buffers[name].kind == "param" and where != "away":
-                _refuse(9, f"the copy of {name!r} is never released")
+                refuse(9, f"the copy of {name!r} is never released")
             if where == "coming" or (self.program.buffers[name].kind == "activation" and where == "away"):
-                _refuse(9, f"{name!r} is {where} at the end of the step: an offload must come back, a prefetch be waited for")
+                refuse(9, f"{name!r} is {where} at the end of the step: an offload must come back, a prefetch be waited for")
         self._same_bytes()
 
     def _prefetch(self, e: Event, name: str, state: dict[str, str], last: dict[str, Event]) -> None:
         if state[name] != "away":
-            _refuse(4, f"event {e.id}: prefetch of {name!r}, which is {state[name]}")
+            refuse(4, f"event {e.id}: prefetch of {name!r}, which is {state[name]}")
         if e.nbytes != self.plan.sizes[name]:
-            _refuse(4, f"event {e.id}: prefetch of {e.nbytes} bytes of {name!r}")
+            refuse(4, f"event {e.id}: prefetch of {e.nbytes} bytes of {name!r}")
         if not any(p.birth <= e.id <= p.death for p in self.on_nvme.get(name, ())):
-            _refuse(4, f"event {e.id}: prefetch of {name!r}, which is not on nvme then")
+            refuse(4, f"event {e.id}: prefetch of {name!r}, which is not on nvme then")
         if self.program.buffers[name].kind == "activation" and not self.before(last[name].id, e.id):
-            _refuse(4, f"event {e.id}: prefetch of {name!r} may start before its offload, event {last[name].id}, is done")
+            refuse(4, f"event {e.id}: prefetch of {name!r} may start before its offload, event {last[name].id}, is done")
         if not any(p.birth == e.id for p in self.on_device.get(name, ())):
-            _refuse(4, f"event {e.id}: prefetch of {name!r} has no placement that starts with it")
+            refuse(4, f"event {e.id}: prefetch of {name!r} has no placement that starts with it")
         last[name] = e
         state[name] = "coming"
+
+    def _read_ahead(self, e: Event, state: dict[str, str], last: dict[str, Event]) -> None:
+        of = {self.program.buffers[name].of for name in e.buffers}
+        if len(of) != 1:
+            refuse(4, f"event {e.id}: read_ahead of the states of {sorted(of)}")
+        if e.nbytes != sum(self.plan.sizes[name] for name in e.buffers):
+            refuse(4, f"event {e.id}: read_ahead of {e.nbytes} bytes of {e.buffers}")
+        for name in e.buffers:
+            if self.program.buffers[name].kind != "optim_state" or state.get(name) != "away":
+                refuse(4, f"event {e.id}: read_ahead of {name!r}, which is {state.get(name, 'on the device')}")
+            if not any(p.birth == e.id for p in self.on_device.get(name, ())):
+                refuse(4, f"event {e.id}: read_ahead of {name!r} has no placement that starts with it")
+            state[name], last[name] = "coming", e
 
     def _runs(self) -> list[int]:
         """Number of the graph run that each event is in."""
@@ -333,7 +317,7 @@ class _Checker:
 
     def _same_bytes(self) -> None:
         """Between two touches, a buffer keeps its placement unless a transfer filled the second one."""
-        prefetched = {(e.buffers[0], e.id) for e in self.plan.events if e.op == "prefetch"}
+        prefetched = {(name, e.id) for e in self.plan.events if e.op in ("prefetch", "read_ahead") for name in e.buffers}
         where: dict[str, Placement] = {}
         for e in self.plan.events:
             names = e.buffers
@@ -347,11 +331,11 @@ class _Checker:
                     continue
                 held = self.cover(name, e.id)
                 if held is None:
-                    _refuse(3, f"event {e.id} ({e.op}) touches {name!r}, which is not on the device then")
+                    refuse(3, f"event {e.id} ({e.op}) touches {name!r}, which is not on the device then")
                     return
                 before = where.get(name)
                 if before is not None and before != held and (name, held.birth) not in prefetched:
-                    _refuse(3, f"event {e.id} ({e.op}) finds {name!r} in another place than its last writer left it")
+                    refuse(3, f"event {e.id} ({e.op}) finds {name!r} in another place than its last writer left it")
                 where[name] = held
 
     # ---- 10 ---------------------------------------------------------------------------------------------------------
@@ -375,20 +359,20 @@ class _Checker:
             events = handed.pop(name, [])
             if self.plan.nothing_to_offload or self.program.ops[i].phase == "user":
                 if events:
-                    _refuse(10, f"reduce_grad of {name!r} where nothing has to be handed over")
+                    refuse(10, f"reduce_grad of {name!r} where nothing has to be handed over")
                 continue
             if len(events) != 1 or events[0].step != i:
                 at = [e.step for e in events]
-                _refuse(10, f"gradient {name!r} is complete after op {i}, but reduce_grad follows ops {at}")
+                refuse(10, f"gradient {name!r} is complete after op {i}, but reduce_grad follows ops {at}")
             e = events[0]
             if e.stream != ("write" if self.moved(name) else "compute"):
-                _refuse(10, f"reduce_grad of {name!r}, homed on {self.plan.homes[name]}, is on stream {e.stream}")
+                refuse(10, f"reduce_grad of {name!r}, homed on {self.plan.homes[name]}, is on stream {e.stream}")
             if e.stream == "write" and (e.nbytes != self.plan.sizes[name] or self.cover(name, e.id) is None):
-                _refuse(10, f"reduce_grad of {name!r} writes {e.nbytes} bytes, or after they are gone")
+                refuse(10, f"reduce_grad of {name!r} writes {e.nbytes} bytes, or after they are gone")
             if name in updated and not self.before(e.id, self.event_of[updated[name]].id):
-                _refuse(10, f"the update of {name!r} may start before its reduce_grad, event {e.id}, is done")
+                refuse(10, f"the update of {name!r} may start before its reduce_grad, event {e.id}, is done")
         if handed:
-            _refuse(10, f"reduce_grad of {sorted(handed)[0]!r}, which no graph writes")
+            refuse(10, f"reduce_grad of {sorted(handed)[0]!r}, which no graph writes")
 
     # ---- 6, 7, 8 ----------------------------------------------------------------------------------------------------
 
@@ -396,9 +380,9 @@ class _Checker:
         room = self.plan.budget - self.plan.options.get("held", 0)
         for p in self.plan.placements:
             if p.offset < 0 or (p.tier == "device" and p.offset + p.nbytes > room):
-                _refuse(7, f"{p.buffer!r} ends at byte {p.offset + p.nbytes} of {p.tier}, which has {room}")
+                refuse(7, f"{p.buffer!r} ends at byte {p.offset + p.nbytes} of {p.tier}, which has {room}")
             if p.offset % (PAGE if p.nbytes >= PAGE else LINE):
-                _refuse(8, f"{p.buffer!r} of {p.nbytes} bytes is at offset {p.offset}")
+                refuse(8, f"{p.buffer!r} of {p.nbytes} bytes is at offset {p.offset}")
         touches = self._touches()
         for tier in TIERS:
             starts: list[int] = []  # disjoint ranges in order, each with its latest owner
@@ -417,10 +401,10 @@ class _Checker:
         rest = []
         for a, b, p in ranges[first:last]:
             if p.death >= q.birth:
-                _refuse(6, f"{p.buffer!r} and {q.buffer!r} share bytes of {q.tier} at event {q.birth}")
+                refuse(6, f"{p.buffer!r} and {q.buffer!r} share bytes of {q.tier} at event {q.birth}")
             late = [t for t in touches[p] if t >= 0 and not self.before(t, q.birth)]
             if late:
-                _refuse(6, f"{q.buffer!r} takes bytes at event {q.birth} while event {late[0]} may still use {p.buffer!r} there")
+                refuse(6, f"{q.buffer!r} takes bytes at event {q.birth} while event {late[0]} may still use {p.buffer!r} there")
             if a < q.offset:
                 rest.append((a, q.offset, p))
             if b > end:
@@ -465,7 +449,7 @@ class _Checker:
                 flying = []
             for cause in e.after:
                 if self.plan.events[cause].stream == "write" and cause not in finished:
-                    _refuse(12, f"event {e.id} waits for write {cause}, which a window of {window} bytes lets fly on")
+                    refuse(12, f"event {e.id} waits for write {cause}, which a window of {window} bytes lets fly on")
             if e.stream == "write":
                 flying.append(e)
                 while flying and sum(w.nbytes for w in flying) > window:
@@ -475,7 +459,7 @@ class _Checker:
 def _predictions(plan: Plan) -> None:
     got, said = simulate(plan), plan.predicted
     if not math.isclose(got.seconds, said.seconds, rel_tol=1e-9, abs_tol=1e-12):
-        _refuse(11, f"the plan predicts a step of {said.seconds} s, the simulator finds {got.seconds} s")
+        refuse(11, f"the plan predicts a step of {said.seconds} s, the simulator finds {got.seconds} s")
     for what in ("peak_device", "peak_nvme", "bytes_read", "bytes_written"):
         if getattr(got, what) != getattr(said, what):
-            _refuse(11, f"the plan predicts {what} {getattr(said, what)}, the simulator finds {getattr(got, what)}")
+            refuse(11, f"the plan predicts {what} {getattr(said, what)}, the simulator finds {getattr(got, what)}")

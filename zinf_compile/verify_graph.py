@@ -23,11 +23,12 @@ from torch import fx
 from . import _torch
 from .errors import PlanMismatch
 from .passes.binding import EVENT_KEY, Binding
-from .schedule import Event, Plan
+from .schedule import Event, Plan, owner_of
 
 zinf = torch.ops.zinf
 KINDS = {
     zinf.prefetch.default: "prefetch",
+    zinf.read_ahead.default: "read_ahead",
     zinf.gather.default: "gather",
     zinf.release.default: "release",
     zinf.offload.default: "offload",
@@ -125,6 +126,9 @@ def verify_graph(gm: fx.GraphModule, plan: Plan, binding: Binding) -> None:
 def _misplaced(node: fx.Node, event: Event, events: dict[int, Event], binding: Binding, outs: list[Any]) -> str:
     """What is wrong with the argument of a zinf op, or with the outputs that it is for; "" when all is right."""
     source, name = node.args[0], event.buffers[0]
+    if event.op == "read_ahead":
+        master = owner_of(name)
+        return "" if source in binding.masters.get(master, ()) else f"it is given {source}, not {master}"
     if event.op in ("gather", "prefetch", "reload"):
         places = [*binding.saved_inputs.get(name, ()), *(binding.masters.get(name, ()) if event.op != "reload" else ())]
         return "" if source in places else f"it is given {source}, not {name}"

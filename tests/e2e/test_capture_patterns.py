@@ -114,6 +114,30 @@ def test_no_grad_inference_mode_then_training(zinf):
     assert zinf.run_both(MLP, pattern).bytes_moved > 0
 
 
+class Untraceable(MLP):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("when", ["first call", "example_inputs"])
+def test_strict_refuses_a_call_that_ran_no_planned_graph(zinf, when):
+    with pytest.raises(Unsupported, match=r"strict=True.*Untraceable.*leave strict out"):
+        model = zinf.compiled(build(Untraceable), 64 << 20, strict=True, example_inputs=(X,) if when == "example_inputs" else None)
+        model(X)
+
+
+def test_strict_takes_what_is_traced_and_without_it_eager_goes_on(zinf):
+    plain = build(MLP)
+    strict = zinf.compiled(build(MLP), 64 << 20, strict=True)
+    assert_equal([step(strict), step(strict)], [step(plain), step(plain)])
+    with torch.no_grad():
+        assert_equal(strict(X), plain(X))
+    with torch.compiler.set_stance("force_eager"), pytest.raises(Unsupported, match="set_stance"):
+        strict(X)
+    assert_equal(zinf.compiled(build(Untraceable), 64 << 20)(X), plain(X))
+
+
 def test_force_eager_stance_computes_on_real_parameters(zinf):
     def pattern(model):
         compiled = step(model)

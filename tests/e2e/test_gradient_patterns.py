@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .support import MLP, grads, inputs, values
+from zinf_compile import Unsupported
+
+from .support import MLP, assert_equal, build, grads, inputs, values
 
 X, Z = inputs(1), inputs(2)
 
@@ -75,6 +77,36 @@ def retain_graph(model):
     loss.backward(retain_graph=True)
     loss.backward()
     return grads(model)
+
+
+def retain_graph_after_an_ordinary_backward(model):
+    """The backward graph is compiled by a backward that lets its saved tensors go; a later one keeps them."""
+    model(Z).backward()
+    loss = model(X)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return grads(model)
+
+
+def create_graph_without_a_second_derivative(model):
+    model(Z).backward()
+    x = X.clone().requires_grad_()
+    loss = model(x)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    loss.backward()
+    return [gradient.detach(), gradient.requires_grad, grads(model)]
+
+
+def penalty_uncompiled(model):
+    """The way out that the refusal of a double backward names."""
+    out = []
+    for _ in range(2):
+        x = X.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model.forward(x), x, create_graph=True)
+        (model(Z) + gradient.square().sum()).backward()
+        out.append(grads(model))
+        model.zero_grad()
+    return out
 
 
 def tensor_hook(model):
@@ -201,6 +233,9 @@ PATTERNS = [
     two_forwards_then_two_backwards,
     two_forwards_backward_in_reverse,
     retain_graph,
+    retain_graph_after_an_ordinary_backward,
+    create_graph_without_a_second_derivative,
+    penalty_uncompiled,
     tensor_hook,
     tensor_hook_with_accumulation,
     post_accumulate_hook,
@@ -250,14 +285,55 @@ def test_editing_a_saved_parameter_before_backward_is_pytorchs_error(zinf):
     zinf.run_both(MLP, edit)
 
 
-def test_double_backward_is_a_clear_error(zinf):
-    """Second-order gradients aren't there: they must be refused by name, never be silently first-order."""
+def penalty_on_the_input_gradient(model):
+    x = X.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
+    (model(X) + gradient.square().sum()).backward()
 
-    def penalty(model):
-        x = X.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
-        gradient.square().sum().backward()
+
+def penalty_on_parameter_gradients(model):
+    gradients = torch.autograd.grad(model(X), params(model), create_graph=True)
+    sum(g.square().sum() for g in gradients).backward()
+
+
+def penalty_on_accumulated_gradients(model):
+    """The second backward adds to gradients that have no history: the sums must have one."""
+    model(X).backward()
+    model(X).backward(create_graph=True)
+    penalty = sum(p.grad.square().sum() for p in params(model))
+    model.zero_grad()
+    penalty.backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize(
+    "penalty",
+    [penalty_on_the_input_gradient, penalty_on_parameter_gradients, penalty_on_accumulated_gradients],
+    ids=lambda p: p.__name__,
+)
+def test_double_backward_is_refused_by_name(zinf, penalty):
+    """Second-order gradients aren't there: they must never be silently first-order. Afterwards the model is as good as before."""
+
+    def refused(model):
+        with pytest.raises(Unsupported, match=r"double backward.*create_graph=True.*model\.forward"):
+            penalty(model)
+        model.zero_grad()
+        model(Z).backward()
         return grads(model)
 
-    with pytest.raises(RuntimeError, match="double backward|create_graph"):
-        zinf.at_minimum(MLP, penalty)
+    ours, _, _ = zinf.at_minimum(MLP, refused)
+    plain = build(MLP)
+    plain(Z).backward()
+    assert_equal(ours, grads(plain))
+    assert isinstance(Unsupported("as torch's own"), RuntimeError)
+
+
+def test_double_backward_of_a_plain_torch_compile_stays_torchs(zinf):
+    """What the user compiles without us is not ours to name."""
+    zinf.at_minimum(MLP, backward)
+    x = X.clone().requires_grad_()
+    plain = torch.compile(build(MLP), backend="aot_eager")
+    (gradient,) = torch.autograd.grad(plain(x), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward") as caught:
+        gradient.sum().backward()
+    assert not isinstance(caught.value, Unsupported)

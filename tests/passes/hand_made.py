@@ -21,7 +21,8 @@ aten = torch.ops.aten
 zinf = torch.ops.zinf
 
 WRITES = ("offload", "reduce_grad")
-MOVES = ("prefetch", *WRITES)
+READS = ("prefetch", "read_ahead")
+MOVES = (*READS, *WRITES)
 
 
 class Sketch:
@@ -58,7 +59,7 @@ def plan(*script: tuple[str, int, str], graph: str = "fw0", first: int = 0, on_d
     order; a compute event has "" for its buffer. on_disk: buffers homed on the disk."""
     events = []
     for i, (op, step, buffer) in enumerate(script):
-        stream = "read" if op == "prefetch" else "write" if op in WRITES else "compute"
+        stream = "read" if op in READS else "write" if op in WRITES else "compute"
         nbytes = 4096 if op in MOVES else 0
         events.append(Event(i, op, graph, first + step, stream, (buffer,) if buffer else (), nbytes=nbytes))
     return plan_of(tuple(events), homes=dict.fromkeys(on_disk, "nvme"))
@@ -116,7 +117,7 @@ class Careless(fx.Interpreter):
             return args[0].clone()
         if target is zinf.release.default:
             return args[0].fill_(float("nan"))
-        if target is zinf.prefetch.default:
+        if target in (zinf.prefetch.default, zinf.read_ahead.default):
             return None
         if target is zinf.offload.default:
             saved = args[0].clone()

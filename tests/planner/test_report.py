@@ -61,11 +61,19 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_commands_refuse_what_is_no_safe_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "bad.json"
-    bad.write_text("{}")
-    assert main(["show", str(bad)]) == 1
-    assert "is not a plan" in capsys.readouterr().err
     plan = make_plan(transformer(), CLUSTER, 8 * 2**20)
     bad.write_text(plan.to_json().replace(f'"budget": {plan.budget}', '"budget": 4096'))
     assert main(["verify", str(bad)]) == 1
     assert "invariant 7" in capsys.readouterr().err
-    assert main(["show", str(tmp_path / "none.json")]) == 1
+
+
+@pytest.mark.parametrize("command", [["show"], ["verify"], ["simulate"], ["diff"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("content", [b"PK\x03\x04\xd0\xff\x00model.pt", b"", b"weights", b"{}", b"[1]", b"7", b'{"events": 3}', None])
+def test_a_file_that_is_no_plan_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], command, content) -> None:
+    """None: there is no such file."""
+    path = tmp_path / "model.pt"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(command + [str(path)] * (1 + (command == ["diff"]))) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said and "plan.save(path)" in said and ("cannot be read" if content is None else "is not a plan") in said

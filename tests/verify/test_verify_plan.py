@@ -11,7 +11,8 @@ from zinf_compile.planner import make_plan
 from zinf_compile.program import Program
 from zinf_compile.schedule import Event, Plan
 from zinf_compile.simulate import simulate
-from zinf_compile.verify import verify_plan, verify_standalone
+from zinf_compile.verify import verify_plan
+from zinf_compile.verify_standalone import verify_standalone
 
 from ..planner.programs import CLUSTER, random_program, transformer
 
@@ -79,7 +80,7 @@ def test_the_plan_itself_is_accepted_and_has_all_there_is_to_break() -> None:
     verify_plan(PLAN, PROGRAM)
     verify_standalone(PLAN)
     assert {e.op for e in PLAN.events} == {
-        "compute", "prefetch", "gather", "release", "offload", "reload", "reduce_grad", "update"
+        "compute", "prefetch", "read_ahead", "gather", "release", "offload", "reload", "reduce_grad", "update"
     }  # fmt: skip
     assert PLAN.options["write_window"] > 0
 
@@ -172,6 +173,21 @@ def test_8_alignment() -> None:
 def test_9_what_is_fetched_is_given_back() -> None:
     last = [e for e in PLAN.events if e.op == "release"][-1]
     assert "never released" in refused(without(PLAN, last.id), 9)
+
+
+def test_9_states_read_ahead_are_there_until_their_update() -> None:
+    early = find("read_ahead")
+    update = next(e for e in PLAN.events if e.op == "update" and set(early.buffers) <= set(e.buffers))
+    assert "doesn't wait" in refused(with_event(PLAN, update.id, after=()), 9)
+    for k, p in enumerate(PLAN.placements):
+        if p.birth == early.id:
+            assert "gone before" in refused(with_placement(PLAN, k, death=update.id - 1), 9)
+    assert "read_ahead of" in refused(with_event(PLAN, early.id, nbytes=early.nbytes - 4), 4)
+    assert "has no placement" in refused(
+        replace(PLAN, placements=tuple(p for p in PLAN.placements if p.birth != early.id)), 4
+    )
+    assert "of the states of" in refused(with_event(PLAN, early.id, buffers=(*early.buffers, "wte")), 4)
+    assert "'wte', which is" in refused(with_event(PLAN, early.id, buffers=("wte",), nbytes=PLAN.sizes["wte"]), 4)
 
 
 def test_10_gradients_are_handed_over_where_they_are_born() -> None:

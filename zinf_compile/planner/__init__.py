@@ -210,10 +210,11 @@ def _peak(issued: Issued) -> int:
 def _traffic(model: Model, choice: Choice, events: tuple[Event, ...]) -> tuple[int, int]:
     read = sum(e.nbytes for e in events if e.stream == "read")
     written = sum(e.nbytes for e in events if e.stream == "write")
+    ahead = {name for e in events if e.op == "read_ahead" for name in e.buffers}
     for _, names in model.streamed(choice):
         for name in names:
             nbytes = model.program.buffers[name].nbytes
-            read += nbytes
+            read += 0 if name in ahead else nbytes
             written += 0 if model.program.buffers[name].kind == "grad" else nbytes
     return read, written
 

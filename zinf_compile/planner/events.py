@@ -25,12 +25,13 @@ class Issued:
 
 @dataclass(frozen=True)
 class _Positions:
-    """Event ids: of each op, its first event and its own; of each read and write; of the last event at which a write may
+    """Event ids: of each op, its first event and its own; of each read, read-ahead and write; of the last event at which a write may
     still hold its bytes; of releases by (buffer, op). count: all events."""
 
     first: list[int]
     compute: list[int]
     read: list[int]
+    ahead: list[int]
     write: list[int]
     retired: list[int]
     release: dict[tuple[str, int], int]
@@ -73,6 +74,9 @@ def issue(model: Model, cluster: Cluster, plan: Schedule) -> Issued:
     for k, read in enumerate(plan.reads):
         launches.setdefault(read.launch, []).append(k)
         waits.setdefault(read.need, []).append(k)
+    launched_ahead: dict[int, list[int]] = {}
+    for k, early in enumerate(plan.ahead):
+        launched_ahead.setdefault(early.launch, []).append(k)
     written_after: dict[int, list[int]] = {}
     for k, write in enumerate(plan.writes):
         written_after.setdefault(write.op, []).append(k)
@@ -95,6 +99,7 @@ def issue(model: Model, cluster: Cluster, plan: Schedule) -> Issued:
 
     out = _Writer()
     read_event = [0] * len(plan.reads)
+    ahead_event = [0] * len(plan.ahead)
     write_event = [0] * len(plan.writes)
     retired = [0] * len(plan.writes)  # last event at which a write may still hold its bytes
     release_event: dict[tuple[str, int], int] = {}
@@ -111,13 +116,18 @@ def issue(model: Model, cluster: Cluster, plan: Schedule) -> Issued:
             nbytes = program.buffers[name].nbytes
             seconds = slow * read_seconds(cluster, nbytes)
             read_event[k] = out.add("prefetch", graph, i, "read", (name,), nbytes, seconds=seconds)
+        for k in launched_ahead.get(i, ()):
+            names = plan.ahead[k].names
+            nbytes = sum(program.buffers[n].nbytes for n in names)
+            ahead_event[k] = out.add("read_ahead", graph, i, "read", names, nbytes, seconds=slow * read_seconds(cluster, nbytes))
         for k in waits.get(i, ()):
             name = plan.reads[k].name
             verb = "reload" if name in model.saved else "gather"
             out.add(verb, graph, i, "compute", (name,), after=(read_event[k],))
         for name in again.get(i, ()):
             out.add("gather", graph, i, "compute", (name,))
-        compute_event[i] = _add_op(out, model, cluster, plan, i, streamed.get(i, ()))
+        early_reads = tuple(ahead_event[k] for k, early in enumerate(plan.ahead) if early.update == i)
+        compute_event[i] = _add_op(out, model, cluster, plan, i, streamed.get(i, ()), early_reads)
         for name in ready.get(i, ()):
             out.add("reduce_grad", graph, i, "compute", (name,))
         for k in written_after.get(i, ()):
@@ -138,21 +148,23 @@ def issue(model: Model, cluster: Cluster, plan: Schedule) -> Issued:
             for w in flying:
                 retired[w] = len(out.events) - 1
             flying = []
-    at = _Positions(first_event, compute_event, read_event, write_event, retired, release_event, len(out.events))
+    at = _Positions(first_event, compute_event, read_event, ahead_event, write_event, retired, release_event, len(out.events))
     return Issued(tuple(out.events), _on_device(model, plan, at), _on_nvme(model, plan, at))
 
 
-def _add_op(out: _Writer, model: Model, cluster: Cluster, plan: Schedule, i: int, streamed: tuple[str, ...]) -> int:
+def _add_op(
+    out: _Writer, model: Model, cluster: Cluster, plan: Schedule, i: int, streamed: tuple[str, ...], early_reads: tuple[int, ...]
+) -> int:
     op = model.program.ops[i]
     if op.phase != "update":
         return out.add("compute", op.graph, i, "compute", (), seconds=op.seconds)
     names = tuple(dict.fromkeys((*op.reads, *op.writes)))
     seconds, nbytes = update_compute(model, cluster, i), 0
     if streamed:
-        work = streaming(model, cluster, i, streamed)
+        work = streaming(model, cluster, i, streamed, tuple(n for a in early_reads for n in out.events[a].buffers))
         seconds = update_seconds(cluster, work, plan.tile, plan.depth)
-        nbytes = sum(2 * n if back else n for n, back in work.tensors)
-    return out.add("update", op.graph, i, "compute", names, nbytes, seconds=seconds)
+        nbytes = sum(read + written for _, read, written in work.tensors)
+    return out.add("update", op.graph, i, "compute", names, nbytes, after=early_reads, seconds=seconds)
 
 
 def _on_device(model: Model, plan: Schedule, at: _Positions) -> tuple[tuple[str, int, int, int], ...]:
@@ -168,6 +180,8 @@ def _on_device(model: Model, plan: Schedule, at: _Positions) -> tuple[tuple[str,
     for k, r in enumerate(plan.reads):
         death = at.compute[r.last] if r.name in model.saved else at.release[r.name, r.last]
         found.append((r.name, size[r.name], at.read[k], death))
+    for k, early in enumerate(plan.ahead):
+        found.extend((n, size[n], at.ahead[k], at.compute[early.last]) for n in early.names)
     for k, w in enumerate(plan.writes):
         birth = model.saved[w.name].birth if w.name in model.saved else model.born[w.name][0]
         found.append((w.name, size[w.name], at.compute[birth], at.retired[k]))

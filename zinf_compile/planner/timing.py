@@ -39,6 +39,17 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """States of one parameter that are read before op `launch` of the last backward, for update op `update`; their bytes are
+    free again after op `last`, the last update."""
+
+    update: int
+    names: tuple[str, ...]
+    launch: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Schedule:
     """A choice with its timing. slow: factor on transfer times of each graph (first op -> factor) where reads and writes
     share the disk."""
@@ -51,6 +62,7 @@ class Schedule:
     depth: int
     load: np.ndarray
     slow: dict[int, float]
+    ahead: tuple[Ahead, ...] = ()
 
 
 # ---- reads ------------------------------------------------------------------------------------------------------------
@@ -102,6 +114,43 @@ def place_reads(
         before = launch
         reads.append(Read(name, need, last, launch))
     return tuple(reads)
+
+
+def place_ahead(
+    model: Model, cluster: Cluster, choice: Choice, load: np.ndarray, limit: int, slow: dict[int, float], reads: tuple[Read, ...]
+) -> tuple[Ahead, ...]:
+    """Which states the disk can bring while the last backward still computes, behind that graph's own reads, into memory that
+    is free until the updates are done; adds them to `load` in place. They are the states of the parameters that are updated
+    first, among those whose gradient this graph makes: only they are known to it."""
+    streamed = model.streamed(choice)
+    backward = [i for i in range(streamed[0][0]) if model.phases[i] == "backward"] if streamed else []
+    if not backward:
+        return ()
+    end, turn = backward[-1], model.first[streamed[0][0]]
+    if any(model.phases[i] != "user" for i in range(end + 1, turn)):
+        return ()
+    first, last = model.first[end], model.last[turn]
+    begins = np.concatenate([[0.0], np.cumsum([op.seconds for op in model.program.ops[first : end + 1]])])
+    floor = max((r.need for r in reads if model.first[r.need] == first), default=first)
+    link, launch = begins[floor - first], floor
+    ahead: list[Ahead] = []
+    for update, names in streamed:
+        states = tuple(n for n in names if model.program.buffers[n].kind == "optim_state")
+        of = {f"grad:{model.program.buffers[n].of}" for n in states}
+        if model.first[update] != turn or not all(first <= model.born.get(g, (-1, -1))[1] <= end for g in of) or not states:
+            continue
+        nbytes = sum(model.size[n] for n in states)
+        tight = np.flatnonzero(load[launch : last + 1] + nbytes > limit)
+        at = launch + (int(tight[-1]) + 1 if len(tight) else 0)
+        if at > end:
+            continue
+        done = max(link, begins[at - first]) + slow.get(first, 1.0) * read_seconds(cluster, nbytes)
+        if done > begins[-1]:
+            break
+        link, launch = done, at
+        load[at : last + 1] += nbytes
+        ahead.append(Ahead(update, states, at, last))
+    return tuple(ahead)
 
 
 def merge_reads(model: Model, choice: Choice, reads: tuple[Read, ...]) -> bool:
@@ -192,16 +241,19 @@ def widest_window(model: Model, choice: Choice, load: np.ndarray, limit: int) ->
 
 @dataclass(frozen=True)
 class Streaming:
-    """What one update streams: compute seconds with everything in RAM; bytes of each tensor, and whether it is written back
-    (gradients aren't)."""
+    """What one update streams: compute seconds with everything in RAM; bytes of each tensor, and which of them it reads (those
+    that were read ahead aren't) and writes back (gradients aren't)."""
 
     compute: float
-    tensors: tuple[tuple[int, bool], ...]
+    tensors: tuple[tuple[int, int, int], ...]
 
 
-def streaming(model: Model, cluster: Cluster, op: int, names: tuple[str, ...]) -> Streaming:
+def streaming(model: Model, cluster: Cluster, op: int, names: tuple[str, ...], ahead: tuple[str, ...] = ()) -> Streaming:
     buffers = model.program.buffers
-    tensors = tuple((buffers[n].nbytes, buffers[n].kind != "grad") for n in names)
+    tensors = tuple(
+        (buffers[n].nbytes, 0 if n in ahead else buffers[n].nbytes, 0 if buffers[n].kind == "grad" else buffers[n].nbytes)
+        for n in names
+    )
     return Streaming(update_compute(model, cluster, op), tensors)
 
 
@@ -216,10 +268,10 @@ def update_compute(model: Model, cluster: Cluster, op: int) -> float:
 
 def update_seconds(cluster: Cluster, work: Streaming, tile: int, depth: int) -> float:
     """One update that streams: in turn with one set of staging buffers, overlapped with more."""
-    read = sum(n for n, _ in work.tensors)
-    written = sum(n for n, back in work.tensors if back)
-    longest = max(n for n, _ in work.tensors)
-    requests = sum(-(-n // tile) * (2 if back else 1) for n, back in work.tensors)
+    read = sum(r for _, r, _ in work.tensors)
+    written = sum(w for _, _, w in work.tensors)
+    longest = max(n for n, _, _ in work.tensors)
+    requests = sum(-(-r // tile) + -(-w // tile) for _, r, w in work.tensors)
     compute = work.compute + requests * REQUEST_SECONDS
     waits = (2 if written else 1) * -(-longest // tile) * cluster.nvme_latency
     if depth == 1:
@@ -238,7 +290,7 @@ def choose_tile(model: Model, cluster: Cluster, choice: Choice, load: np.ndarray
         return least, 1
     # layers are alike: each distinct update is timed once
     work = Counter(streaming(model, cluster, i, names) for i, names in streamed)
-    longest = max(n for w in work for n, _ in w.tensors)
+    longest = max(n for w in work for n, _, _ in w.tensors)
     tiles = [least]
     while tiles[-1] < min(TILE_MAX, longest):
         tiles.append(tiles[-1] * 2)
@@ -278,16 +330,18 @@ def shared_disk(model: Model, cluster: Cluster, choice: Choice) -> dict[int, flo
 
 
 def schedule(model: Model, cluster: Cluster, choice: Choice, limit: int, spare: int) -> Schedule:
-    """Timing for a choice. `spare` bytes were left free for it under `limit`: half of them at most go to writes in flight."""
+    """Timing for a choice. `spare` bytes were left free for it under `limit`: half of them at most go to writes in flight, half
+    of them at most to the update's tiles, so that states can be read ahead."""
     choice = choice.copy()
     while True:  # a merge only removes reads, so this ends
         load = model.load(choice)
-        tile, depth = choose_tile(model, cluster, choice, load, limit)
+        tile, depth = choose_tile(model, cluster, choice, load, limit - spare // 2)
         window, writes = widest_window(model, choice, load, limit - spare // 2)
         slow = shared_disk(model, cluster, choice)
         reads = place_reads(model, cluster, choice, load, limit, slow)
         if not merge_reads(model, choice, reads):
-            return Schedule(choice, reads, writes, window, tile, depth, load, slow)
+            ahead = place_ahead(model, cluster, choice, load, limit, slow, reads)
+            return Schedule(choice, reads, writes, window, tile, depth, load, slow, ahead)
 
 
 def frugal_schedule(model: Model, cluster: Cluster, choice: Choice) -> Schedule:
