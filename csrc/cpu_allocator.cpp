@@ -110,6 +110,16 @@ int open_unlinked(const std::string& directory) {
 using namespace zinf::alloc;
 using Lock = std::lock_guard<std::mutex>;
 
+// The first n entries of a log, or as many as there are; returns their number.
+template <class T>
+static int64_t copied(std::vector<T> State::*log, T* out, int64_t n) {
+  State& s = state();
+  Lock lock(s.mutex);
+  n = std::min(n, int64_t((s.*log).size()));
+  std::copy_n((s.*log).begin(), n, out);
+  return n;
+}
+
 extern "C" {
 
 const char* zinf_alloc_last_error(void) { return last_error.c_str(); }
@@ -332,11 +342,7 @@ int64_t zinf_alloc_log_size(void) {
 }
 
 int64_t zinf_alloc_log_get(zinf_alloc_record_t* out, int64_t n) {
-  State& s = state();
-  Lock lock(s.mutex);
-  n = std::min(n, int64_t(s.log.size()));
-  std::copy_n(s.log.begin(), n, out);
-  return n;
+  return copied(&State::log, out, n);
 }
 
 int64_t zinf_alloc_marks_size(void) {
@@ -346,11 +352,7 @@ int64_t zinf_alloc_marks_size(void) {
 }
 
 int64_t zinf_alloc_marks_get(zinf_alloc_mark_t* out, int64_t n) {
-  State& s = state();
-  Lock lock(s.mutex);
-  n = std::min(n, int64_t(s.marks.size()));
-  std::copy_n(s.marks.begin(), n, out);
-  return n;
+  return copied(&State::marks, out, n);
 }
 
 void zinf_alloc_log_clear(void) {

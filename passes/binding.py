@@ -88,3 +88,19 @@ def reads_data(node: fx.Node, place: fx.Node) -> bool:
             if value is place and argument.alias_info is not None and argument.alias_info.is_write:
                 return False
     return True
+
+
+def insert_copies(gm: fx.GraphModule, plan: Plan, op: str, target: object, sources: dict[str, list[fx.Node]]) -> None:
+    """Insert `target(source, site)` for each event of this kind; readers of the source from there on use the copy."""
+    binding = binding_of(gm)
+    # From the last event to the first: what an earlier one still finds reading the source is its own.
+    for event in reversed(list(events_of(gm, plan, op))):
+        start = event.step - binding.first
+        for name in event.buffers:
+            places = sources[name]
+            copy = insert_event(gm, event, target, (places[0], event.id))
+            copy.meta["val"] = places[0].meta.get("val")
+            copy.meta["zinf_buffer"] = name
+            for place in places:
+                for reader in [u for u in place.users if binding.position(u) >= start and reads_data(u, place)]:
+                    reader.replace_input_with(place, copy)

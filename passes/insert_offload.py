@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..schedule import Plan
-from .binding import binding_of, events_of, insert_event, reads_data
+from .binding import binding_of, events_of, insert_copies, insert_event
 
 
 def insert_offload(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -27,14 +27,5 @@ def insert_offload(gm: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             for position in positions:
                 outs[position] = moved
     out.args = (tuple(outs),)
-    for event in reversed(list(events_of(gm, plan, "reload"))):
-        start = event.step - binding.first
-        for name in event.buffers:
-            places = binding.saved_inputs[name]
-            copy = insert_event(gm, event, torch.ops.zinf.reload.default, (places[0], event.id))
-            copy.meta["val"] = places[0].meta.get("val")
-            copy.meta["zinf_buffer"] = name
-            for place in places:
-                for reader in [u for u in place.users if binding.position(u) >= start and reads_data(u, place)]:
-                    reader.replace_input_with(place, copy)
+    insert_copies(gm, plan, "reload", torch.ops.zinf.reload.default, binding.saved_inputs)
     return gm

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+WARM = 2  # steps beside the one with which a worker starts: a plan is made again after the first and the second
 SCRIPT = Path(__file__).resolve().parent / "train_gpt2.py"
 
 
@@ -61,6 +62,8 @@ def main() -> None:
     options = parser.parse_args()
     load_before = os.getloadavg()
     a, b = Worker(options.a), Worker(options.b)
+    for worker in (a, b):
+        worker.seconds(WARM)
     pairs = []
     for i in range(options.rounds):
         if i % 2:
