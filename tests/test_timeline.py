@@ -170,6 +170,31 @@ def test_forwards_that_are_dropped_do_not_stay_open():
     assert (RunKey(1, "forward", ("w1",)), RunKey(1, "backward", ("w1",))) in timeline.episodes
 
 
+def test_training_goes_on_after_forwards_that_were_dropped():
+    """Two evaluations with gradients enabled, then ordinary steps: each forward's backward finds it, at any time."""
+    timeline = Timeline()
+    for _ in range(2):
+        timeline.record(timeline.key(1, "forward", ("w", "frozen")))
+    for _ in range(3 * MAX_OPEN_RUNS):
+        forward = timeline.key(1, "forward", ("w", "frozen"))
+        timeline.record(forward)
+        assert forward in timeline.open_keys()
+        timeline.record(timeline.key(1, "backward", forward.masters))
+        timeline.step_done()
+    assert not timeline.open_forwards
+    assert timeline.last_step[RunKey(1, "backward", ("w", "frozen"), 0)] == 1
+
+
+def test_a_forgotten_piece_leaves_nothing_open():
+    timeline = Timeline()
+    timeline.record(timeline.key(1, "forward", ("a",)))
+    timeline.forget_piece(1)
+    for _ in range(2 * MAX_OPEN_RUNS):
+        timeline.record(timeline.key(2, "forward", ("b",)))
+        timeline.record(timeline.key(2, "backward", ("b",)))
+    assert {run.piece for episode in timeline.episodes for run in episode} == {2} and not timeline.open_forwards
+
+
 def test_more_episodes_than_are_kept_forget_the_oldest():
     timeline = Timeline()
     for piece in range(MAX_EPISODES + 3):

@@ -106,9 +106,11 @@ def creating_graph() -> bool:
 
 
 @contextmanager
-def backward_again(refusal: Callable[[], Exception]) -> Iterator[None]:
+def backward_again(refusal: Callable[[], Exception], num_params: int) -> Iterator[None]:
     """Graphs that AOTAutograd compiles inside allow retain_graph=True, and raise `refusal()` where a gradient that they
-    computed is differentiated again.
+    computed is differentiated again: when it is, or under create_graph=True at once where an input other than the `num_params`
+    trainable parameters wants its gradient, since torch does not connect that gradient to the input and
+    `autograd.grad(gradient, input, allow_unused=True)` would answer None, as if it did not depend on it.
 
     torch raises a RuntimeError of its own for the latter, out of the autograd engine, where none of our code is on the stack.
     The class that raises it is made anew in each backward under create_graph=True, by a method of the function's class."""
@@ -119,18 +121,21 @@ def backward_again(refusal: Callable[[], Exception]) -> Iterator[None]:
     made: list[Any] = torch.autograd.Function.__subclasses__()
     for function in made:
         if function not in before and "_double_backward" in function.__dict__:
-            function._double_backward = staticmethod(_refusing(function._double_backward, refusal))
+            function._double_backward = staticmethod(_refusing(function._double_backward, refusal, num_params))
             # Undecided (None) counts as donated when the first backward was an ordinary one and a later one retains.
             function.metadata.bw_donated_idxs = []
 
 
-def _refusing(original: Callable[..., Any], refusal: Callable[[], Exception]) -> Callable[..., Any]:
+def _refusing(original: Callable[..., Any], refusal: Callable[[], Exception], num_params: int) -> Callable[..., Any]:
     """`_double_backward(ctx, impl_fn, all_args)`, with `refusal` in place of torch's error."""
 
     def refuse(ctx: Any, *grads: Any) -> None:
         raise refusal()
 
     def double_backward(ctx: Any, impl_fn: Callable[..., Any], all_args: list[Any]) -> Any:
+        if sum(ctx.needs_input_grad) > num_params:
+            raise refusal()
+
         def run(inner: Any) -> Any:
             type(inner)._forward_cls.backward = staticmethod(refuse)
             before, _running.creates_graph = creating_graph(), True

@@ -112,7 +112,8 @@ def make_backend(session: Session) -> Callable[[fx.GraphModule, list[Any]], Call
             partition_fn=partition,
             keep_inference_input_mutations=True,
         )
-        with _torch.backward_again(no_double_backward):
+        trainable = sum(p.requires_grad for p in masters.values())
+        with _torch.backward_again(no_double_backward, trainable):
             compiled = compile_graph(gm, example_inputs)
         masters.clear()  # Dynamo may keep the closures above for longer than the module lives
         return compiled
@@ -123,8 +124,8 @@ def make_backend(session: Session) -> Callable[[fx.GraphModule, list[Any]], Call
 def no_double_backward() -> Unsupported:
     """The error for differentiating a compiled model's gradient: AOTAutograd makes a backward graph, none of that graph."""
     return Unsupported(
-        "double backward: a gradient that went through a compiled model (create_graph=True) was differentiated again, and a "
-        "compiled model has first-order gradients only. Compute what you differentiate twice, e.g. a gradient penalty, with "
+        "double backward: create_graph=True asks for gradients that can be differentiated again, and a compiled model has "
+        "first-order gradients only. Leave it out where you don't differentiate them. Compute what you differentiate twice, e.g. a gradient penalty, with "
         "model.forward(...) instead of model(...): plain PyTorch on the same parameters, whose memory is not planned. Or call "
         "model.zinf.close() to train this model uncompiled"
     )

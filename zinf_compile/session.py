@@ -486,5 +486,6 @@ def _abandon(ref: weakref.ref[Session]) -> None:
         session.masters.forget(param)
     session.domain.leave(session)
     if session._store is not None:
-        session._store.close()
+        session._store.close()  # mappings stay valid: an adopted optimizer may still step over them
+        session._store = None
     gc.collect()

@@ -72,8 +72,25 @@ class Timeline:
             twin = RunKey(key.piece, "forward", key.masters, key.occurrence)
             if twin in self._open:
                 self._open.remove(twin)
-        if not self._open or len(self._runs) > MAX_OPEN_RUNS:
+        if len(self._runs) > MAX_OPEN_RUNS:
+            self._drop_abandoned()
+        elif not self._open:
             self.close()
+
+    def _drop_abandoned(self) -> None:
+        """Forwards that have been open for half of all these runs never had a backward: go on as if they had not been."""
+        recent = list(self._runs[-(MAX_OPEN_RUNS // 2) :])
+        abandoned = list(self._open)
+        for run in recent:
+            if run in abandoned:
+                abandoned.remove(run)
+        runs = list(self._runs)
+        for run in abandoned or self._open[:-1]:  # one stretch of so many runs, none of them old: all but the latest are given up
+            runs.remove(run)
+        self._runs, self._open, counted = [], [], dict(self._this_step)
+        for run in runs[-MAX_OPEN_RUNS:]:
+            self.record(run)
+        self._this_step = counted
 
     def close(self) -> None:
         """End the current episode; forwards still open have been dropped by user code."""
@@ -104,5 +121,7 @@ class Timeline:
                 del self.episodes[known]
 
     def forget_piece(self, piece: int) -> None:
+        self._runs = [run for run in self._runs if run.piece != piece]
+        self._open = [run for run in self._open if run.piece != piece]
         for known in [k for k in self.episodes if any(run.piece == piece for run in k)]:
             del self.episodes[known]

@@ -88,13 +88,29 @@ def retain_graph_after_an_ordinary_backward(model):
     return grads(model)
 
 
+def frozen_layer_and_two_backwards(model):
+    model.b.requires_grad_(False)
+    loss = model(X)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return grads(model)
+
+
+def dropped_forwards_with_a_frozen_layer(model):
+    model.b.requires_grad_(False)
+    model(X), model(X)
+    for _ in range(70):
+        model.zero_grad()
+        model(Z).backward()
+    return grads(model)
+
+
 def create_graph_without_a_second_derivative(model):
     model(Z).backward()
-    x = X.clone().requires_grad_()
-    loss = model(x)
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    loss = model(X)
+    gradients = torch.autograd.grad(loss, params(model), create_graph=True)
     loss.backward()
-    return [gradient.detach(), gradient.requires_grad, grads(model)]
+    return [[g.detach() for g in gradients], grads(model)]
 
 
 def penalty_uncompiled(model):
@@ -138,11 +154,13 @@ def optimizer_in_backward(model):
         optimizers[p].step()
         optimizers[p].zero_grad()
 
-    for p in params(model):
-        p.register_post_accumulate_grad_hook(step)
-    for _ in range(3):
-        model(X).backward()
-    return [values(model), grads(model)]
+    handles = [p.register_post_accumulate_grad_hook(step) for p in params(model)]
+    try:
+        for _ in range(3):
+            model(X).backward()
+        return [values(model), grads(model)]
+    finally:  # a hook that refers to its own parameter is never collected
+        [handle.remove() for handle in handles]
 
 
 def freeze_and_unfreeze(model):
@@ -190,9 +208,14 @@ def gradient_held_by_the_user(model):
 
 def multi_grad_hook(model):
     seen: list[list[torch.Tensor | None]] = []
-    torch.autograd.graph.register_multi_grad_hook(params(model), lambda gs: seen.append([None if g is None else g.clone() for g in gs]))
-    model(X).backward()
-    return seen
+    handle = torch.autograd.graph.register_multi_grad_hook(
+        params(model), lambda gs: seen.append([None if g is None else g.clone() for g in gs])
+    )
+    try:
+        model(X).backward()
+        return seen
+    finally:  # it refers to the parameters that refer to it
+        handle.remove()
 
 
 def anomaly_mode(model):
@@ -235,6 +258,8 @@ PATTERNS = [
     retain_graph,
     retain_graph_after_an_ordinary_backward,
     create_graph_without_a_second_derivative,
+    frozen_layer_and_two_backwards,
+    dropped_forwards_with_a_frozen_layer,
     penalty_uncompiled,
     tensor_hook,
     tensor_hook_with_accumulation,
@@ -291,6 +316,11 @@ def penalty_on_the_input_gradient(model):
     (model(X) + gradient.square().sum()).backward()
 
 
+def hessian_of_the_input(model):
+    """Not strict: where torch finds no connection, it answers zeros."""
+    torch.autograd.functional.hessian(model, X)
+
+
 def penalty_on_parameter_gradients(model):
     gradients = torch.autograd.grad(model(X), params(model), create_graph=True)
     sum(g.square().sum() for g in gradients).backward()
@@ -308,7 +338,7 @@ def penalty_on_accumulated_gradients(model):
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize(
     "penalty",
-    [penalty_on_the_input_gradient, penalty_on_parameter_gradients, penalty_on_accumulated_gradients],
+    [penalty_on_the_input_gradient, hessian_of_the_input, penalty_on_parameter_gradients, penalty_on_accumulated_gradients],
     ids=lambda p: p.__name__,
 )
 def test_double_backward_is_refused_by_name(zinf, penalty):
