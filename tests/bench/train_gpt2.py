@@ -8,7 +8,8 @@ float32, loss outside the model. With --serve the process trains on demand, for 
 
 `--mem-budget min`: the smallest that is accepted.
 
-Memory in bytes: `rss_planned` (zinf) the base: resident after capture and planning, less what the allocator has live;
+Memory in bytes: `rss_planned` (zinf) the base: resident after capture and planning, less what the allocator has
+live and what it keeps of freed blocks (both are under the budget);
 `rss_imported` after importing torch, `rss_built` with the model, `peak_first_step` the high-water mark up to
 the end of the first step (which captures and plans), `peak_later` that of the later steps (the mark is reset in between),
 `rss_base` (eager and aot) what is resident after a step less weights, gradients and AdamW states: interpreter, torch, traces.
@@ -89,7 +90,8 @@ class Trainer:
                 self.budget = error.minimum
         self.run = zinf_compile(self.model, self.budget, optimizer=adopted, store_dir=store, example_inputs=(ids,))
         self.budget = int(self.model.zinf.stats()["budget"])
-        self.rss_planned = status("VmRSS") - int(self.model.zinf.stats()["live"])
+        arena = self.model.zinf.domain.arena.stats()
+        self.rss_planned = status("VmRSS") - arena["live"] - arena["retained"]
 
     def step(self) -> float:
         """Seconds."""
