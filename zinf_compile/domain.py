@@ -265,9 +265,9 @@ class Domain:
         for forward in self.timeline.open_keys():
             if forward.piece == piece.id and all(forward.masters[k] == n for k, n in mine.items()):
                 return forward.masters
-        for known in self._labels:  # its forward is no longer open: retain_graph=True, or too many runs ago
-            if known.piece == piece.id and all(known.masters[k] == n for k, n in mine.items()):
-                return known.masters
+        for run in self._labels:  # its forward is no longer open: retain_graph=True, or too many runs ago
+            if run.piece == piece.id and all(run.masters[k] == n for k, n in mine.items()):
+                return run.masters
         return tuple(mine.get(k, "") for k in range(piece.num_masters))
 
     def _name_of(self, param: Any, session: Session) -> str:
