@@ -244,7 +244,7 @@ class Domain:
 
     def _reads_ahead(self, key: RunKey) -> bool:
         """Whether this run may read states for the update that follows. A loop in which none follows soon loses the right."""
-        if self.native.zinf_ahead_bytes():  # another graph run where the update was to come: its memory is needed
+        if self._ahead_labels or self.native.zinf_ahead_bytes():  # a graph run where an update was to come needs the memory
             self._ahead_missed += int(self.native.zinf_ahead_count() > 0)
             self.native.zinf_ahead_forget()
         if self._labels[key] not in self._ahead_labels or not self.timeline.last_of_step(key):

@@ -23,7 +23,7 @@ from .run_report import render_report
 from .runtime.masters import Masters, give_back_free_memory, is_movable
 from .runtime.nvme_store import NvmeStore, default_store_dir
 from .runtime.optimizer_states import existing_states, planned_states
-from .schedule import Plan
+from .schedule import Plan, owner_of
 
 if TYPE_CHECKING:
     from .domain import Domain, Piece
@@ -438,7 +438,7 @@ class Session:
         total = 0
         names = {self._prefix + n for n in self._params}
         for name, home in plan.homes.items():
-            owner = name.split(":", 1)[1] if plan.kinds[name] in ("grad", "optim_state") else name
+            owner = owner_of(name) if plan.kinds[name] in ("grad", "optim_state") else name
             mine = owner in names or plan.kinds[name] == "activation"
             if home == "nvme" and mine:
                 total += -(-plan.sizes[name] // 4096) * 4096

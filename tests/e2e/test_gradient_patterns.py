@@ -90,10 +90,7 @@ def retain_graph_after_an_ordinary_backward(model):
 
 def frozen_layer_and_two_backwards(model):
     model.b.requires_grad_(False)
-    loss = model(X)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return grads(model)
+    return retain_graph_after_an_ordinary_backward(model)
 
 
 def dropped_forwards_with_a_frozen_layer(model):

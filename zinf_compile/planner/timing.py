@@ -133,11 +133,12 @@ def place_ahead(
     begins = np.concatenate([[0.0], np.cumsum([op.seconds for op in model.program.ops[first : end + 1]])])
     floor = max((r.need for r in reads if model.first[r.need] == first), default=first)
     link, launch = begins[floor - first], floor
+    buffers = model.program.buffers
+    known = {buffers[grad].of for grad, (_, done) in model.born.items() if first <= done <= end}
     ahead: list[Ahead] = []
     for update, names in streamed:
-        states = tuple(n for n in names if model.program.buffers[n].kind == "optim_state")
-        of = {f"grad:{model.program.buffers[n].of}" for n in states}
-        if model.first[update] != turn or not all(first <= model.born.get(g, (-1, -1))[1] <= end for g in of) or not states:
+        states = tuple(n for n in names if buffers[n].kind == "optim_state")
+        if model.first[update] != turn or not states or not all(buffers[n].of in known for n in states):
             continue
         nbytes = sum(model.size[n] for n in states)
         tight = np.flatnonzero(load[launch : last + 1] + nbytes > limit)
